@@ -1,0 +1,1 @@
+"""From a recipe and a site to a submitted job."""

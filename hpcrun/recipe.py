@@ -1,0 +1,208 @@
+"""The recipe: everything a user asks for, in one YAML file.
+
+Fields are strict: an unknown key, a wrong type or an impossible combination is
+an error with file and line before anything queues.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from hpcrun.config import Document, apply_override, load_yaml, validate
+from hpcrun.units import TimeLimit, parse_bytes, parse_seconds
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+_TEXT_OR_NUMBER = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
+Seconds = Annotated[int, BeforeValidator(parse_seconds), WithJsonSchema(_TEXT_OR_NUMBER)]
+ByteCount = Annotated[int, BeforeValidator(parse_bytes), WithJsonSchema(_TEXT_OR_NUMBER)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+def _check_name(value: Any) -> Any:
+    if not isinstance(value, str) or not RUN_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not a run name; use letters, digits, '.', '_' and '-', at most 63")
+    return value
+
+
+def _check_environment(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of variable names to values")
+    for name, text in value.items():
+        _check_variable(name)
+        if isinstance(text, bool) or not isinstance(text, str | int):
+            raise ValueError(f"{name}: put quotes around {text!r}, so that it arrives as you wrote it")
+    return {name: str(text) for name, text in value.items()}
+
+
+def _check_variable(value: Any) -> Any:
+    if not isinstance(value, str) or not VARIABLE_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not a name that the shell accepts for a variable")
+    return value
+
+
+RunName = Annotated[str, BeforeValidator(_check_name)]
+Environment = Annotated[dict[str, str], BeforeValidator(_check_environment)]
+VariableName = Annotated[str, BeforeValidator(_check_variable)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and loose types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Model(Section):
+    """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU (Touvron et al., 2023)."""
+
+    layers: Positive = 4
+    hidden: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive | None = Field(None, description="key/value heads; default: as many as heads")
+    ffn_hidden: Positive | None = Field(None, description="default: 8/3 of hidden, rounded up to 64")
+    vocab: Positive = 256
+    sequence: Positive = Field(128, description="tokens per sample")
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = Field(0.02, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    tie_embeddings: bool = False
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden or -(-8 * self.hidden // 3 // 64) * 64
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+class Data(Section):
+    """Where tokens come from: a raw little-endian array of token ids, made by ``hpcrun data``."""
+
+    path: str | None = None
+    dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
+    seed: int = Field(1234, description="seed of the sample order")
+
+
+class Parallel(Section):
+    """Sizes of the parallel dimensions, fastest first: tp, cp, dp, pp."""
+
+    tp: Positive = Field(1, description="tensor parallel size (Shoeybi et al., 2019)")
+    cp: Positive = Field(1, description="context parallel size")
+    pp: Positive = Field(1, description="pipeline stages")
+    dp: Positive | None = Field(None, description="data parallel size; default: what the ranks leave")
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+
+class Train(Section):
+    steps: Positive = 100
+    global_batch: Positive = Field(8, description="samples per optimizer step over all ranks")
+    micro_batch: Positive = Field(1, description="samples per forward pass of one rank")
+    lr: float = Field(3e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the cosine")
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 does not clip")
+    seed: int = 1234
+    log_every: Positive = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class Checkpoint(Section):
+    every: Positive = Field(50, description="steps between checkpoints; the last step is always saved")
+    keep: Positive | None = Field(3, description="newest checkpoints to keep; null keeps all")
+
+
+class Resources(Section):
+    """What the job asks of Slurm. None means: the site's default."""
+
+    nodes: Positive = 1
+    spares: int = Field(0, ge=0, description="nodes beyond `nodes` held ready to replace a lost one")
+    gpus_per_node: int | None = Field(None, ge=0)
+    ranks_per_node: Positive | None = Field(None, description="default: gpus_per_node, or the site's")
+    cpus_per_node: Positive | None = None
+    memory: ByteCount | None = Field(None, description="memory per node; null asks for the site's default")
+    time: TimeLimit | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+
+
+class Recovery(Section):
+    """What happens when something fails. See docs/recovery.md."""
+
+    max_restarts: int = Field(10, ge=0, description="restarts inside one allocation")
+    max_requeues: int = Field(20, ge=0, description="new allocations after failure, preemption or time limit")
+    node_timeout: Seconds = Field(30, description="silence after which a node counts as lost")
+    start_timeout: Seconds = Field(300, description="time for all agents of an allocation to report")
+    collective_timeout: Seconds = Field(300, description="time after which a stuck collective fails")
+    save_margin: Seconds | None = Field(
+        None, description="time before the limit at which the run saves and requeues; default: the site's"
+    )
+
+
+class Recipe(Section):
+    """One run: what to train, on what, and how it survives."""
+
+    name: RunName = "run"
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    parallel: Parallel = Field(default_factory=Parallel)
+    train: Train = Field(default_factory=Train)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    resources: Resources = Field(default_factory=Resources)
+    recovery: Recovery = Field(default_factory=Recovery)
+    environment: Environment = Field(
+        default_factory=dict, description="variables for every rank; they win over the site's"
+    )
+    secrets: list[VariableName] = Field(
+        default_factory=list, description="variables that reach the ranks by a 0600 file, never a script"
+    )
+    command: list[str] = Field(
+        default_factory=list, description="run this once per rank instead of hpcrun's trainer"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        both = sorted(set(self.secrets) & set(self.environment))
+        if both:
+            raise ValueError(f"{both[0]} stands in both environment and secrets; keep it in secrets only")
+        return self
+
+
+def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """Read and check one recipe file, with ``--set`` overrides applied.
+
+    A relative ``data.path`` is relative to the recipe's folder.
+
+    Raises:
+        UserError: with file, line and key of every mistake.
+    """
+    document = load_yaml(path)
+    return recipe_from(document, overrides, path.resolve().parent)
+
+
+def recipe_from(document: Document, overrides: tuple[str, ...], folder: Path) -> Recipe:
+    """The recipe in ``document``; relative paths in it are relative to ``folder``."""
+    for override in overrides:
+        apply_override(document, override)
+    recipe = validate(document, Recipe)
+    if recipe.data.path is None:
+        return recipe
+    absolute = str(folder / Path(recipe.data.path).expanduser())
+    data = recipe.data.model_copy(update={"path": absolute})
+    return recipe.model_copy(update={"data": data})

@@ -1,0 +1,142 @@
+"""Names of a run's files and the lines that stand in them.
+
+This is half of the contract between ``hpcrun`` and ``training`` (the other half
+is :mod:`hpcrun.manifest`). One process writes each file; readers merge by time
+and skip a torn last line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXIT_DONE = 0
+EXIT_REQUEUE = 85
+EXIT_STOP = 86
+
+_CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run. Paths only: nothing here touches the disk by itself."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run_yaml(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def attempt(self, attempt: int) -> Path:
+        return self.attempts / f"{attempt:04d}"
+
+    def events(self, attempt: int, writer: str) -> Path:
+        return self.path / "events" / f"{attempt:04d}-{writer}.jsonl"
+
+    def metrics(self, attempt: int) -> Path:
+        return self.path / "metrics" / f"{attempt:04d}.jsonl"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"{attempt:04d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.logs(attempt) / f"rank{rank:05d}.log"
+
+    def last_attempt(self) -> int:
+        """The highest claimed attempt, 0 when there is none."""
+        if not self.attempts.is_dir():
+            return 0
+        return max((int(entry.name) for entry in self.attempts.iterdir() if entry.name.isdigit()), default=0)
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """The folder of a checkpoint; step and attempt together are never used twice."""
+    return f"step_{step:08d}.a{attempt:04d}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """(step, attempt) of a checkpoint folder, None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+class JsonLines:
+    """Appends records to a file that this process alone writes; each line is one write.
+
+    Not-a-number and infinities become strings, because JSON has no word for them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def write(self, **record: Any) -> None:
+        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        os.write(self._fd, line.encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def write_event(log: JsonLines, event: str, **fields: Any) -> None:
+    """One fact with its wall-clock time."""
+    log.write(time=time.time(), event=event, **fields)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one file in order; a torn or foreign line is skipped."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

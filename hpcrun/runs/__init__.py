@@ -1,0 +1,1 @@
+"""The run directory: creating it, and reading back what happened in it."""

@@ -1,0 +1,1 @@
+"""What a cluster is: its limits, its fabric, its file systems. One YAML per site."""
