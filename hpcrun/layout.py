@@ -98,7 +98,9 @@ def model_problems(recipe: Recipe) -> list[str]:
     if model.hidden % model.heads:
         problems.append(f"model.hidden {model.hidden} does not divide by model.heads {model.heads}")
     elif model.head_size % 2:
-        problems.append(f"model.hidden / model.heads = {model.head_size} is odd; rotary positions need it even")
+        problems.append(
+            f"model.hidden / model.heads = {model.head_size} is odd; rotary positions need it even"
+        )
     if model.heads % model.kv:
         problems.append(f"model.heads {model.heads} does not divide by model.kv_heads {model.kv}")
     for key, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn_hidden", model.ffn)):

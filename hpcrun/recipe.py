@@ -145,14 +145,28 @@ class Resources(Section):
 class Recovery(Section):
     """What happens when something fails. See docs/recovery.md."""
 
-    max_restarts: int = Field(10, ge=0, description="restarts inside one allocation")
-    max_requeues: int = Field(20, ge=0, description="new allocations after failure, preemption or time limit")
+    max_restarts: int | None = Field(
+        None, ge=0, description="restarts inside one allocation; default 10, for a command of your own 0"
+    )
+    max_requeues: int | None = Field(
+        None,
+        ge=0,
+        description="new allocations after a lost node, preemption or the time limit; default 20, "
+        "for a command of your own 0",
+    )
     node_timeout: Seconds = Field(30, description="silence after which a node counts as lost")
     start_timeout: Seconds = Field(300, description="time for all agents of an allocation to report")
     collective_timeout: Seconds = Field(300, description="time after which a stuck collective fails")
     save_margin: Seconds | None = Field(
         None, description="time before the limit at which the run saves and requeues; default: the site's"
     )
+
+    def restarts_for(self, command: list[str]) -> int:
+        """A command of the user's is not known to resume, so it is not repeated unasked."""
+        return self.max_restarts if self.max_restarts is not None else (0 if command else 10)
+
+    def requeues_for(self, command: list[str]) -> int:
+        return self.max_requeues if self.max_requeues is not None else (0 if command else 20)
 
 
 class Recipe(Section):

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from typing import Any
 EXIT_DONE = 0
 EXIT_REQUEUE = 85
 EXIT_STOP = 86
+
+CLAIM = "claim.json"
+RESUMED = "resumed.json"
 
 _CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})")
 
@@ -78,6 +82,53 @@ class RunDir:
         if not self.attempts.is_dir():
             return 0
         return max((int(entry.name) for entry in self.attempts.iterdir() if entry.name.isdigit()), default=0)
+
+
+def claim_attempt(run: RunDir, **facts: Any) -> tuple[int, str] | None:
+    """Claim the next attempt: (its number, a random mark), or None when another was faster.
+
+    mkdir is atomic on NFS and Lustre: of two jobs that resume one run, one wins.
+    """
+    number = run.last_attempt() + 1
+    folder = run.attempt(number)
+    run.attempts.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(mode=0o750)
+    except FileExistsError:
+        return None
+    claim = secrets.token_hex(8)
+    replace_text(folder / CLAIM, json.dumps({"claim": claim, "time": time.time(), **facts}) + "\n")
+    return number, claim
+
+
+def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
+    """What the claimer of ``attempt`` wrote; empty when it has not (yet)."""
+    return next(read_json_lines(run.attempt(attempt) / CLAIM), {})
+
+
+def replace_text(path: Path, text: str, mode: int = 0o640) -> None:
+    """Put ``text`` at ``path`` whole or not at all: temporary name, fsync, rename, fsync."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that a rename in it outlives a crash of the machine."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def checkpoint_name(step: int, attempt: int) -> str:

@@ -38,7 +38,7 @@ def _seconds(text: str) -> int:
     if clock["days"] is not None:
         if parts[0] > 23:
             raise ValueError(f"{text!r} has more than 23 hours beside its days; {_TIME_HELP}")
-        hours, minutes, seconds = (parts + [0, 0])[:3]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
         return ((int(clock["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
     if len(parts) == 1:
         return parts[0] * 60

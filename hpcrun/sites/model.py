@@ -66,7 +66,9 @@ class Filesystem(Section):
     """Where runs lie, and what the file system needs."""
 
     runs: str | None = Field(None, description="folder of all runs; ~ and $VARIABLES are expanded")
-    hdf5_locking: bool = Field(False, description="HDF5's own file locks; most Lustre and NFS mounts lack flock")
+    hdf5_locking: bool = Field(
+        False, description="HDF5's own file locks; most Lustre and NFS mounts lack flock"
+    )
     stripe_count: int | None = Field(None, description="Lustre stripes for the checkpoint folder; -1 is all")
     stripe_size: ByteCount | None = None
     purge_days: Positive | None = Field(None, description="files untouched for this long are deleted")
