@@ -24,6 +24,7 @@ EXIT_STOP = 86
 
 CLAIM = "claim.json"
 RESUMED = "resumed.json"
+STOP = "STOP"
 
 _CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})")
 

@@ -19,6 +19,8 @@ from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP
 
 _EXIT_GRACE = 60.0
 _SPARE_GRACE = 10.0
+_LOOK_AROUND = 5.0
+"""Seconds between looks into the run directory."""
 _SAVE_REMINDER = 2.0
 """A rank that has not installed its handler yet ignores the signal, so it is sent again."""
 
@@ -39,6 +41,9 @@ class Journal(Protocol):
 
     def superseded(self) -> bool:
         """Whether another job has claimed a later attempt."""
+
+    def stop_wanted(self) -> bool:
+        """Whether the user has asked for the run to stop (control/STOP)."""
 
 
 @dataclass
@@ -106,6 +111,7 @@ class Coordinator:
         self._why = "first start"
         self._save_reason: str | None = None
         self._save_told = -_SAVE_REMINDER
+        self._looked = self._began
         self.phase = Phase.GATHERING
         self.code: int | None = None
 
@@ -193,6 +199,13 @@ class Coordinator:
 
     def _watch(self) -> None:
         assert self._attempt is not None
+        if self._clock() - self._looked > _LOOK_AROUND:
+            self._looked = self._clock()
+            if self._journal.superseded():
+                self._finish(EXIT_DONE, "another job has taken this run over")
+                return
+            if self._journal.stop_wanted():
+                self.save_and_stop("control/STOP is there")
         if self._save_reason and self._clock() - self._save_told > _SAVE_REMINDER:
             self._save_told = self._clock()
             self._tell_members({"type": "save", "attempt": self._attempt.number})
@@ -279,7 +292,7 @@ class Coordinator:
         self._lost.add(member.node)
         self._journal.event("node_lost", node=member.host, reason=why)
         known = len(self._members) + len(self._lost)
-        if self.phase is Phase.GATHERING:
+        if self.phase in (Phase.GATHERING, Phase.FINISHED):
             return
         if 2 * len(self._lost) >= known and known > 1:
             self._finish(
@@ -298,7 +311,9 @@ class Coordinator:
             self._restart("some ranks finished and others saved and stopped")
 
     def _finish(self, code: int, reason: str) -> None:
-        if code == EXIT_REQUEUE and not self._policy.may_requeue:
+        if code == EXIT_REQUEUE and self._journal.stop_wanted():
+            code, reason = EXIT_STOP, f"{reason}; control/STOP is there"
+        elif code == EXIT_REQUEUE and not self._policy.may_requeue:
             code, reason = EXIT_STOP, f"{reason}; no requeue is left or allowed"
         self.code = code
         self.phase = Phase.FINISHED

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrun.node.placement import Placement
-from hpcrun.records import JsonLines, RunDir, claim_attempt, read_claim, write_event
+from hpcrun.records import STOP, JsonLines, RunDir, claim_attempt, read_claim, write_event
 
 
 class RunJournal:
@@ -54,6 +54,9 @@ class RunJournal:
 
     def superseded(self) -> bool:
         return self._claimed is not None and self._run.last_attempt() > self._claimed[0]
+
+    def stop_wanted(self) -> bool:
+        return (self._run.control / STOP).exists()
 
     def _is_other(self, holder: dict[str, Any]) -> bool:
         return (holder.get("job_id"), holder.get("restart")) != (self._place.job_id, self._place.restart)

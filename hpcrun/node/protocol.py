@@ -34,7 +34,6 @@ class Channel:
 
     def __init__(self, sock: socket.socket, token: bytes, *, accepted: bool) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._token = token
         self._ours, self._theirs = (b"s", b"c") if accepted else (b"c", b"s")
