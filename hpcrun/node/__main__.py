@@ -19,7 +19,7 @@ from hpcrun.node.environment import base_environment
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement, placement
 from hpcrun.node.ranks import CommandLauncher, Launcher, TrainerLauncher
-from hpcrun.node.requeue import requeue_orphan
+from hpcrun.node.requeue import GiveBack
 from hpcrun.node.result import clear_result, write_result
 from hpcrun.node.server import Server, listen
 from hpcrun.records import EXIT_REQUEUE, EXIT_STOP, RunDir
@@ -54,6 +54,7 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
             address = _interface_address(file.site.rendezvous.interface)
             server = Server(listen(address, place.coordinator_ports()), file.run, token, coordinator)
         launcher = _launcher(run, file, place, environment)
+        give_back = GiveBack(place, journal)
         agent = Agent(
             run,
             file,
@@ -65,12 +66,13 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
             server,
             environment,
             _lead_begins(file, place),
+            give_back.as_survivor,
         )
         code = agent.run()
-        if place.index == 0:
+        if server:
             write_result(run, place, code)
-        if place.slurm and code == EXIT_REQUEUE and (agent.orphaned or (server and server.lost_nodes)):
-            requeue_orphan(place, journal)
+            if place.slurm and code == EXIT_REQUEUE and server.lost_nodes:
+                give_back.as_first()
         return code
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

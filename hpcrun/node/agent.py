@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -27,6 +28,7 @@ from hpcrun.runs.runfile import RunFile
 
 _TICK = 0.1
 _CONNECT_TIMEOUT = 2.0
+_CONNECT_PAUSE = 1.0
 _FLUSH_TIMEOUT = 2.0
 
 
@@ -68,7 +70,8 @@ class Agent:
         notices: Notices,
         server: Server | None,
         base_environment: dict[str, str],
-        end_time: float | None,
+        lead_begins: float | None,
+        give_back: Callable[[], bool],
     ) -> None:
         self._run = run
         self._file = file
@@ -79,7 +82,8 @@ class Agent:
         self._notices = notices
         self._server = server
         self._environment = base_environment
-        self._end_time = end_time
+        self._lead_begins = lead_begins
+        self._give_back = give_back
         self._timeout = file.recipe.recovery.node_timeout
         self._lease = Lease(self._timeout / 2, launcher.kill)
         self._channel: Channel | None = None
@@ -90,7 +94,6 @@ class Agent:
         self._next_connect = 0.0
         self._work: _Work | None = None
         self._code: int | None = None
-        self.orphaned = False
 
     def run(self) -> int:
         """Returns the exit code of the job as this agent knows it."""
@@ -112,9 +115,9 @@ class Agent:
 
     def _notice_time_limit(self) -> None:
         """The lead may have begun before this process could hear a signal."""
-        if self._end_time is not None and time.time() > self._end_time:
+        if self._lead_begins is not None and time.time() > self._lead_begins:
             self._notices.save_reason = self._notices.save_reason or "the time limit is near"
-            self._end_time = None
+            self._lead_begins = None
 
     # Talking to the coordinator
 
@@ -124,26 +127,36 @@ class Agent:
             self._disconnect(f"lease lost: the coordinator was silent for {self._silence:.1f} s")
         elif self._channel and self._channel.closed:
             self._disconnect("the connection to the coordinator broke")
-        if self._silence > self._patience:
-            self._orphan()
-            return
         now = time.monotonic()
+        if self._channel and self._silence > self._timeout:
+            self._disconnect(f"the coordinator was silent for {self._silence:.1f} s")
         if self._channel or self._launcher.busy or now < self._next_connect:
             return
-        self._next_connect = now + 1.0
-        address = self._coordinator_address()
-        for port in self._place.coordinator_ports():
-            try:
-                sock = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT)
-            except ConnectionRefusedError:
-                continue
-            except OSError:
-                return
+        self._next_connect = now + _CONNECT_PAUSE
+        sock, refused = _dial(self._coordinator_address(), self._place.coordinator_ports())
+        if sock:
             self._incarnation = secrets.token_hex(4)
-            self._answered = now
+            self._answered = self._heard = now
             self._channel = Channel(sock, self._token, accepted=False)
             self._channel.send(self._hello())
-            return
+        elif self._joined and self._silence > self._timeout:
+            self._without_coordinator(refused)
+        elif not self._joined and self._silence > self._file.recipe.recovery.start_timeout:
+            raise UserError(
+                f"{self._place.host}: no coordinator on {self._place.nodes[0]} after {self._silence:.0f} s"
+            )
+
+    def _without_coordinator(self, refused: bool) -> None:
+        """Its node is gone, or only its process, or it is this node that is cut off.
+
+        A refusal comes from a living node: its batch script will see the step end.
+        Otherwise no batch script may be left, and the survivors give the job back.
+        """
+        if refused:
+            self._journal.event("coordinator_gone", silent=round(self._silence, 1))
+            self._code = EXIT_REQUEUE
+        elif self._give_back():
+            self._code = EXIT_REQUEUE
 
     def _disconnect(self, reason: str) -> None:
         self._launcher.kill()
@@ -157,11 +170,6 @@ class Agent:
     @property
     def _silence(self) -> float:
         return time.monotonic() - self._heard
-
-    @property
-    def _patience(self) -> float:
-        """Before its first word the coordinator may still be starting."""
-        return self._timeout if self._joined else self._file.recipe.recovery.start_timeout
 
     def _coordinator_address(self) -> str:
         name = self._place.nodes[0]
@@ -285,18 +293,24 @@ class Agent:
             host=self._place.host,
         )
 
-    def _orphan(self) -> None:
-        self._launcher.kill()
-        self._journal.event("coordinator_lost", silent=round(self._silence, 1))
-        self.orphaned = True
-        self._code = EXIT_REQUEUE
-
     def _flush(self, server: Server) -> None:
         """Let the other agents hear how it ends; each closes its connection then."""
         deadline = time.monotonic() + _FLUSH_TIMEOUT
         while server.connections and time.monotonic() < deadline:
             server.poll()
             time.sleep(_TICK)
+
+
+def _dial(address: str, ports: list[int]) -> tuple[socket.socket | None, bool]:
+    """A connection to the first port that answers, or (None, whether the host refused them all)."""
+    for port in ports:
+        try:
+            return socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT), False
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return None, False
+    return None, True
 
 
 def _free_port() -> int:

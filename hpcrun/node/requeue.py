@@ -2,9 +2,8 @@
 
 With ``--no-kill`` a job whose batch node died stays RUNNING without a batch
 script (docs/slurm_facts.md), so a surviving agent requeues it. The survivors try
-in the order of their nodes, each a little later, and only while the job is still
-in the very restart that they belong to: a requeue that comes late would hit the
-next attempt.
+in the order of their nodes, and only while the job is still in the very restart
+that they belong to: a requeue that comes late would hit the next attempt.
 """
 
 from __future__ import annotations
@@ -15,25 +14,54 @@ from hpcrun.errors import UserError
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement
 from hpcrun.slurm.control import requeue
-from hpcrun.slurm.query import job_info
+from hpcrun.slurm.query import job_info, node_responds
 
 _TURN = 5.0
-_TRIES = 6
 
 
-def requeue_orphan(place: Placement, journal: RunJournal) -> None:
-    """Requeue this agent's job unless somebody else has, or Slurm cannot be reached."""
-    time.sleep(place.index * _TURN)
-    for _ in range(_TRIES):
-        info = job_info(place.job_id)
-        if info.state != "RUNNING" or info.restarts != place.restart:
-            journal.event("requeue_not_needed", state=info.state)
-            return
+class GiveBack:
+    """Requeues this agent's job once, when it is this agent's turn."""
+
+    def __init__(self, place: Placement, journal: RunJournal) -> None:
+        self._place = place
+        self._journal = journal
+        self._not_before: float | None = None
+
+    def as_survivor(self) -> bool:
+        """Try, now that the first node cannot be reached; True when nothing is left to do.
+
+        Slurm must agree that the first node is gone: if only the way to it is cut,
+        the others may be training on.
+        """
+        if self._not_before is None:
+            self._journal.event("coordinator_unreachable", node=self._place.nodes[0])
+            self._not_before = time.monotonic() + self._place.index * _TURN
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _TURN
+        if self._not_ours():
+            return True
+        if node_responds(self._place.nodes[0]) is not False:
+            return False
+        return self._requeue()
+
+    def as_first(self) -> None:
+        """Try from the batch node, whose step will not end while a lost node is part of it."""
+        if not self._not_ours():
+            self._requeue()
+
+    def _not_ours(self) -> bool:
+        info = job_info(self._place.job_id)
+        if info.state is None or (info.state == "RUNNING" and info.restarts == self._place.restart):
+            return False
+        self._journal.event("requeue_not_needed", state=info.state, restarts=info.restarts)
+        return True
+
+    def _requeue(self) -> bool:
         try:
-            requeue(place.job_id)
+            requeue(self._place.job_id)
         except UserError as error:
-            journal.event("requeue_failed", reason=str(error))
-        else:
-            journal.event("requeued", job_id=place.job_id)
-            return
-        time.sleep(_TURN)
+            self._journal.event("requeue_failed", reason=str(error))
+            return False
+        self._journal.event("requeued", job_id=self._place.job_id)
+        return True

@@ -75,7 +75,14 @@ class Allocation:
             self.incarnations[node] = incarnation
             self.coordinator.hello(
                 Member(
-                    node, f"c{node}", incarnation, f"10.0.0.{node}", "10.0.0.0", 5000, self.links[node], self.now
+                    node,
+                    f"c{node}",
+                    incarnation,
+                    f"10.0.0.{node}",
+                    "10.0.0.0",
+                    5000,
+                    self.links[node],
+                    self.now,
                 )
             )
 

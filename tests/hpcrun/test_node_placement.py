@@ -24,7 +24,7 @@ def test_place_in_the_step() -> None:
 
 def test_more_tasks_than_nodes_is_refused() -> None:
     """Field reports: torchrun-inside-many-tasks, tasks-uneven."""
-    with pytest.raises(UserError, match="24 tasks on 3 nodes.*--ntasks-per-node=1"):
+    with pytest.raises(UserError, match=r"24 tasks on 3 nodes.*--ntasks-per-node=1"):
         placement(IN_STEP | {"SLURM_STEP_NUM_TASKS": "24"})
 
 

@@ -86,7 +86,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from hpcrun.node.ranks import *;"
         "CommandLauncher(['/bin/sh', '-c', 'echo $$; exec sleep 1000']).start("
-        f"[RankSpec(0, {{}}, Path({str(tmp_path / 'log')!r}), '/')]); print('up', flush=True); time.sleep(1000)"
+        f"[RankSpec(0, {{}}, Path({str(tmp_path / 'log')!r}), '/')]); time.sleep(1000)"
     )
     agent = psutil.Popen([sys.executable, "-c", script])
     log = tmp_path / "log"
