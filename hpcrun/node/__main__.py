@@ -33,10 +33,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpcrun.node", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     run = RunDir(parser.parse_args().run_dir.resolve())
+    place = None
     try:
-        return _serve(run, read_run_file(run), placement(os.environ), notices)
+        file = read_run_file(run)
+        place = placement(os.environ)
+        return _serve(run, file, place, notices)
     except UserError as error:
         print(f"hpcrun: {error}", file=sys.stderr)
+        if place and place.index == 0:
+            write_result(run, place, EXIT_STOP)
         return EXIT_STOP
 
 
