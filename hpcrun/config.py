@@ -45,7 +45,7 @@ def load_yaml(path: Path) -> Document:
     """Read one YAML file whose top level is a mapping.
 
     Raises:
-        UserError: unreadable, not YAML, an alias or tag, a key twice, ``010``.
+        UserError: unreadable, not YAML, an alias or a tag, a key twice, ``010``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,10 +56,32 @@ def load_yaml(path: Path) -> Document:
     return parse_yaml(text, str(path))
 
 
+class _Refused(Exception):
+    """Line (from 0) and reason."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, which can grow a small file without bound, and tags, which rename types."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(mark.line, f"alias *{event.anchor} is refused; write the value out")
+        if getattr(event, "tag", None) is not None:
+            raise _Refused(mark.line, f"tag {event.tag} is refused; leave it out")
+        return super().compose_node(parent, index)
+
+
 def parse_yaml(text: str, source: str) -> Document:
     """Like :func:`load_yaml`, for text already in hand; ``source`` names it in errors."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
+    except _Refused as error:
+        line, reason = error.args
+        raise UserError(f"{source}:{line + 1}: {reason}") from error
+    except RecursionError as error:
+        raise UserError(f"{source}: nested too deeply") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{source}:{mark.line + 1}" if mark else source
@@ -114,15 +136,10 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
     assert isinstance(node, yaml.ScalarNode)
     if node.style is not None:
         return node.value
-    if node.tag == "tag:yaml.org,2002:str" or node.tag in _PLAIN_TAGS:
-        try:
-            return parse_scalar(node.value)
-        except ValueError as error:
-            raise UserError(f"{place}: {_dotted(path)}: {error}") from error
-    raise UserError(f"{place}: {_dotted(path)}: YAML tag {node.tag!r} is not allowed here")
-
-
-_PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null", "timestamp")}
+    try:
+        return parse_scalar(node.value)
+    except ValueError as error:
+        raise UserError(f"{place}: {_dotted(path)}: {error}") from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -149,13 +166,16 @@ def apply_override(document: Document, override: str) -> None:
     """Apply one ``a.b=value`` of ``--set``; the value is read as a YAML value.
 
     Raises:
-        UserError: no ``=``, or the path runs through something that is not a mapping.
+        UserError: no ``=``, a comment in the value, or a path through something that
+            is not a mapping.
     """
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"--set {override}: write it as section.key=value")
     source = f"--set {override}"
+    if re.search(r"(^|\s)#", text):
+        raise UserError(f"{source}: YAML takes the text after # for a comment; put quotes around the value")
     wrapped = parse_yaml(f"value: {text}" if text.strip() else "value:", source)
     if set(wrapped.data) != {"value"}:
         raise UserError(f"{source}: the value must be one YAML value")
@@ -189,24 +209,48 @@ def _explain(item: Any, document: Document, model: type[BaseModel]) -> str:
     place = document.where(path)
     name = _dotted(path)
     if item["type"] == "extra_forbidden":
-        known = _known_keys(model, path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"{place}: unknown key {name!r}; {hint}"
+        return f"{place}: unknown key {name!r}; {_hint(path, model)}"
     if item["type"] == "missing":
         return f"{place}: key {name!r} is missing"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    found = "" if item["type"] in ("value_error", "assertion_error") else f" (found {item['input']!r})"
-    return f"{place}: {name}: {message}{found}" if name else f"{place}: {message}{found}"
+    if item["type"] in ("value_error", "assertion_error"):
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    else:
+        message = f"{_MESSAGES.get(item['type'], item['msg'])} (found {item['input']!r})"
+    return f"{place}: {name}: {message}" if name else f"{place}: {message}"
 
 
-def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
-    for key in path:
-        annotation = model.model_fields[str(key)].annotation if str(key) in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+_MESSAGES = {
+    "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "model_type": "must be a section with key: value lines",
+    "string_type": "must be text; put quotes around it",
+}
+
+
+def _hint(path: KeyPath, model: type[BaseModel]) -> str:
+    """The known key nearest to an unknown one: spelt much alike here, or nearly the same elsewhere."""
+    *section, key = (str(part) for part in path)
+    known = _known_keys(model)
+    everywhere = {keys[-1]: keys for keys in reversed(known)}
+    siblings = {keys[-1]: keys for keys in known if list(keys[:-1]) == section}
+    for names, cutoff in ((siblings, 0.6), (everywhere, 0.8)):
+        near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+        if near:
+            return f"did you mean {_dotted(names[near[0]])!r}?"
+    return f"known keys: {', '.join(sorted(siblings))}"
+
+
+def _known_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    keys = []
+    for name, info in model.model_fields.items():
+        path = (*prefix, info.alias or name)
+        keys.append(path)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += _known_keys(info.annotation, path)
+    return keys
 
 
 def _dotted(path: KeyPath) -> str:

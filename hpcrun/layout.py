@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrun.recipe import Recipe
+from hpcrun.recipe import Model, Recipe
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,19 @@ def stage_layers(layers: int, pp: int, stage: int) -> range:
 def padded_vocab(vocab: int, tp: int) -> int:
     """The vocabulary rounded up so that every tensor parallel rank has equally many rows."""
     return -(-vocab // tp) * tp
+
+
+def parameter_count(model: Model) -> int:
+    """Weights of the whole model, vocabulary unpadded, tied embeddings once.
+
+    Per block: q and o (hidden x hidden), k and v (hidden x kv_heads x head size), gate, up
+    and down (hidden x ffn), two norms; no biases (Touvron et al., 2023).
+    """
+    hidden = model.hidden
+    attention = 2 * hidden * hidden + 2 * hidden * model.kv * model.head_size
+    block = attention + 3 * hidden * model.ffn + 2 * hidden
+    embeddings = model.vocab * hidden * (1 if model.tie_embeddings else 2)
+    return model.layers * block + embeddings + hidden
 
 
 def make_layout(recipe: Recipe, world: int) -> Layout:

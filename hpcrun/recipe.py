@@ -18,10 +18,14 @@ from hpcrun.units import TimeLimit, parse_bytes, parse_seconds
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
-_TEXT_OR_NUMBER = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
-Seconds = Annotated[int, BeforeValidator(parse_seconds), WithJsonSchema(_TEXT_OR_NUMBER)]
-ByteCount = Annotated[int, BeforeValidator(parse_bytes), WithJsonSchema(_TEXT_OR_NUMBER)]
-Positive = Annotated[int, Field(ge=1)]
+
+def _text_or_integer(minimum: int) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": minimum}]})
+
+
+def _whole(value: Any) -> Any:
+    """``1e4`` is a whole number to people and to JSON Schema."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_name(value: Any) -> Any:
@@ -37,6 +41,8 @@ def _check_environment(value: Any) -> Any:
         _check_variable(name)
         if isinstance(text, bool) or not isinstance(text, str | int):
             raise ValueError(f"{name}: put quotes around {text!r}, so that it arrives as you wrote it")
+        if isinstance(text, str) and "\0" in text:
+            raise ValueError(f"{name}: holds a NUL character, which no environment can carry")
     return {name: str(text) for name, text in value.items()}
 
 
@@ -46,32 +52,49 @@ def _check_variable(value: Any) -> Any:
     return value
 
 
-RunName = Annotated[str, BeforeValidator(_check_name)]
-Environment = Annotated[dict[str, str], BeforeValidator(_check_environment)]
-VariableName = Annotated[str, BeforeValidator(_check_variable)]
+_NAME_SCHEMA = {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
+_VARIABLE_SCHEMA = {"type": "string", "pattern": f"^{VARIABLE_NAME.pattern}$"}
+_ENVIRONMENT_SCHEMA = {
+    "type": "object",
+    "propertyNames": _VARIABLE_SCHEMA,
+    "additionalProperties": {"type": ["string", "integer"]},
+}
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Seconds = Annotated[int, BeforeValidator(parse_seconds), _text_or_integer(minimum=1)]
+ByteCount = Annotated[int, BeforeValidator(parse_bytes), _text_or_integer(minimum=0)]
+RunName = Annotated[str, BeforeValidator(_check_name), WithJsonSchema(_NAME_SCHEMA)]
+Environment = Annotated[
+    dict[str, str], BeforeValidator(_check_environment), WithJsonSchema(_ENVIRONMENT_SCHEMA)
+]
+VariableName = Annotated[str, BeforeValidator(_check_variable), WithJsonSchema(_VARIABLE_SCHEMA)]
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys and loose types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Model(Section):
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU (Touvron et al., 2023)."""
 
-    layers: Positive = 4
-    hidden: Positive = 128
-    heads: Positive = 4
-    kv_heads: Positive | None = Field(None, description="key/value heads; default: as many as heads")
+    layers: Positive = Field(4, description="transformer blocks; divides by pp")
+    hidden: Positive = Field(128, description="width of the residual stream; divides by heads")
+    heads: Positive = Field(4, description="query heads; divides by tp")
+    kv_heads: Positive | None = Field(
+        None, description="key and value heads (Ainslie et al., 2023); default: as many as heads"
+    )
     ffn_hidden: Positive | None = Field(None, description="default: 8/3 of hidden, rounded up to 64")
-    vocab: Positive = 256
+    vocab: Positive = Field(256, description="token ids are below this")
     sequence: Positive = Field(128, description="tokens per sample")
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    init_std: float = Field(0.02, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    tie_embeddings: bool = False
+    rope_base: float = Field(10000.0, gt=0, description="base of the rotary positions (Su et al., 2021)")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the output of attention and of the MLP")
+    tie_embeddings: bool = Field(False, description="one matrix for input embedding and output layer")
 
     @property
     def kv(self) -> int:
@@ -87,11 +110,11 @@ class Model(Section):
 
 
 class Data(Section):
-    """Where tokens come from: a raw little-endian array of token ids, made by ``hpcrun data``."""
+    """Where tokens come from: a file that is one little-endian array of token ids."""
 
-    path: str | None = None
-    dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
-    seed: int = Field(1234, description="seed of the sample order")
+    path: str | None = Field(None, description="the token file; relative to the recipe's folder")
+    dtype: Literal["uint8", "uint16", "uint32"] = Field("uint8", description="type of one token id")
+    seed: Whole = Field(1234, description="seed of the sample order")
 
 
 class Parallel(Section):
@@ -101,28 +124,32 @@ class Parallel(Section):
     cp: Positive = Field(1, description="context parallel size")
     pp: Positive = Field(1, description="pipeline stages")
     dp: Positive | None = Field(None, description="data parallel size; default: what the ranks leave")
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="order of the pipeline's micro-batches")
 
 
 class Train(Section):
-    steps: Positive = 100
+    """Steps, batches and AdamW (Loshchilov and Hutter, 2019) with warm-up and a cosine."""
+
+    steps: Positive = Field(100, description="optimizer steps of the whole run")
     global_batch: Positive = Field(8, description="samples per optimizer step over all ranks")
     micro_batch: Positive = Field(1, description="samples per forward pass of one rank")
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, description="learning rate after the warm-up")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the cosine")
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    warmup_steps: Natural = Field(0, description="steps over which the learning rate rises from 0")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 does not clip")
-    seed: int = 1234
-    log_every: Positive = 1
-    precision: Literal["fp32", "bf16"] = "fp32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Whole = Field(1234, description="seed of weights and dropout")
+    log_every: Positive = Field(1, description="steps between lines of the metrics file")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="type of activations and gradients")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
 
 
 class Checkpoint(Section):
+    """When checkpoints are written and how many stay. See docs/checkpoints.md."""
+
     every: Positive = Field(50, description="steps between checkpoints; the last step is always saved")
     keep: Positive | None = Field(3, description="newest checkpoints to keep; null keeps all")
 
@@ -130,27 +157,28 @@ class Checkpoint(Section):
 class Resources(Section):
     """What the job asks of Slurm. None means: the site's default."""
 
-    nodes: Positive = 1
-    spares: int = Field(0, ge=0, description="nodes beyond `nodes` held ready to replace a lost one")
-    gpus_per_node: int | None = Field(None, ge=0)
+    nodes: Positive = Field(1, description="nodes that train")
+    spares: Natural = Field(0, description="nodes beyond `nodes` held ready to replace a lost one")
+    gpus_per_node: Natural | None = Field(None, description="default: the site's")
     ranks_per_node: Positive | None = Field(None, description="default: gpus_per_node, or the site's")
-    cpus_per_node: Positive | None = None
-    memory: ByteCount | None = Field(None, description="memory per node; null asks for the site's default")
-    time: TimeLimit | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    cpus_per_node: Positive | None = Field(None, description="default: the site's")
+    memory: ByteCount | None = Field(None, description="memory per node, e.g. 64G; default: the site's")
+    time: TimeLimit | None = Field(
+        None, description="limit of one allocation: 90m, 36h, 2-12:00:00, 60 (minutes) or UNLIMITED"
+    )
+    partition: str | None = Field(None, description="default: the site's")
+    account: str | None = Field(None, description="default: the site's")
+    qos: str | None = Field(None, description="default: the site's")
 
 
 class Recovery(Section):
     """What happens when something fails. See docs/recovery.md."""
 
-    max_restarts: int | None = Field(
-        None, ge=0, description="restarts inside one allocation; default 10, for a command of your own 0"
+    max_restarts: Natural | None = Field(
+        None, description="restarts inside one allocation; default 10, for a command of your own 0"
     )
-    max_requeues: int | None = Field(
+    max_requeues: Natural | None = Field(
         None,
-        ge=0,
         description="new allocations after a lost node, preemption or the time limit; default 20, "
         "for a command of your own 0",
     )
@@ -172,7 +200,7 @@ class Recovery(Section):
 class Recipe(Section):
     """One run: what to train, on what, and how it survives."""
 
-    name: RunName = "run"
+    name: RunName = Field("run", description="first part of the run's folder and name of the job")
     model: Model = Field(default_factory=Model)
     data: Data = Field(default_factory=Data)
     parallel: Parallel = Field(default_factory=Parallel)

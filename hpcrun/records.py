@@ -26,7 +26,7 @@ CLAIM = "claim.json"
 RESUMED = "resumed.json"
 STOP = "STOP"
 
-_CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})")
+_CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,17 @@ def write_event(log: JsonLines, event: str, **fields: Any) -> None:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of one file in order; a torn or foreign line is skipped."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except FileNotFoundError:
         return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -17,10 +18,10 @@ from pydantic_core import CoreSchema, core_schema
 
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})", re.ASCII)
 _SUFFIXED = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTP]?(?:i?B)?)", re.ASCII)
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGTP]?)(?P<binary>i?)(?P<byte>B?)", re.ASCII)
 _UNLIMITED_WORDS = {"unlimited", "infinite", "infinity"}
 _TIME_HELP = "write 90m, 1h30m, 36h, 2-12:00:00 (days-hours:minutes:seconds), 60 (minutes) or UNLIMITED"
-_EXPONENT = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
 def _seconds(text: str) -> int:
@@ -62,9 +63,7 @@ class TimeLimit:
         """
         if isinstance(value, TimeLimit):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"{value!r} is not a time; {_TIME_HELP}")
-        text = str(value).strip()
+        text = str(value)
         if text.lower() in _UNLIMITED_WORDS:
             return cls(None)
         seconds = _seconds(text)
@@ -130,12 +129,10 @@ def parse_bytes(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if not match:
+    if not match or (match["binary"] and not (match["prefix"] and match["byte"])):
         raise ValueError(f"{value!r} is not a size; write 512, 64K, 1.5GiB or 2TB")
-    unit = match["unit"]
-    base = 1000 if unit.endswith("B") and not unit.endswith("iB") and len(unit) == 2 else 1024
-    exponent = _EXPONENT[unit[:1] if unit[:1] in _EXPONENT and unit != "B" else ""]
-    size = float(match["number"]) * base**exponent
+    base = 1000 if match["byte"] and not match["binary"] else 1024
+    size = Decimal(match["number"]) * base ** _PREFIXES.index(match["prefix"])
     if size != int(size):
         raise ValueError(f"{value!r} is not a whole number of bytes")
     return int(size)
