@@ -65,14 +65,13 @@ def placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _local(environ: Mapping[str, str]) -> Placement:
-    job_id = environ.get("HPCRUN_LOCAL_JOB_ID")
+    job_id = environ.get("SUBMITIT_LOCAL_JOB_ID")
     if not job_id:
         raise UserError(
-            "neither SLURM_JOB_ID nor HPCRUN_LOCAL_JOB_ID is set: hpcrun.node runs inside a job; "
+            "neither SLURM_JOB_ID nor SUBMITIT_LOCAL_JOB_ID is set: hpcrun.node runs inside a job; "
             "use hpcrun submit"
         )
-    restart = int(environ.get("HPCRUN_LOCAL_RESTART_COUNT") or 0)
-    return Placement(job_id, restart, ("localhost",), 0, slurm=False)
+    return Placement(job_id, 0, ("localhost",), 0, slurm=False)
 
 
 def _need(environ: Mapping[str, str], *names: str) -> str:

@@ -1,0 +1,57 @@
+"""What a run will take on disk, and whether the place suits it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from hpcrun.layout import parameter_count
+from hpcrun.recipe import Recipe
+from hpcrun.records import RunDir
+from hpcrun.sites.model import Site
+from hpcrun.units import show_bytes
+
+BYTES_PER_PARAMETER = 12
+"""fp32 weight and Adam's two moments."""
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Bytes of one checkpoint; 0 for a command of the user's."""
+    return 0 if recipe.command else BYTES_PER_PARAMETER * parameter_count(recipe.model)
+
+
+def kept_bytes(recipe: Recipe) -> int:
+    """Bytes of all checkpoints that lie there at once: those kept, and the one being written."""
+    saves = -(-recipe.train.steps // recipe.checkpoint.every)
+    kept = saves if recipe.checkpoint.keep is None else min(saves, recipe.checkpoint.keep + 1)
+    return checkpoint_bytes(recipe) * kept
+
+
+def storage_notes(recipe: Recipe, site: Site, run: RunDir) -> list[str]:
+    """One line each about size, free space, quota, purging and the place of the run."""
+    notes, kept = [], kept_bytes(recipe)
+    filesystem = site.filesystem
+    parent = next(folder for folder in run.path.parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if kept:
+        each = show_bytes(checkpoint_bytes(recipe))
+        notes.append(
+            f"checkpoints take {each} each, at most {show_bytes(kept)} at once; {show_bytes(free)} are free"
+        )
+    if kept > free:
+        notes.append(f"warning: {parent} has only {show_bytes(free)} free")
+    if filesystem.quota_bytes is not None and kept > filesystem.quota_bytes:
+        notes.append(f"warning: the quota of {site.name} is {show_bytes(filesystem.quota_bytes)}")
+    if filesystem.purge_days:
+        notes.append(f"warning: {site.name} deletes files untouched for {filesystem.purge_days} days")
+    if site.scheduler.kind == "slurm":
+        notes += _place_notes(run.path)
+    return notes
+
+
+def _place_notes(path: Path) -> list[str]:
+    if path.is_relative_to(Path.home()):
+        return [f"warning: {path} is under your home, which is often small and slow; see --runs"]
+    if any(path.is_relative_to(local) for local in ("/tmp", "/dev/shm")):
+        return [f"warning: {path} is not shared between nodes on most clusters; see --runs"]
+    return []
