@@ -22,7 +22,7 @@ from hpcrun.node.ranks import CommandLauncher, Launcher, TrainerLauncher
 from hpcrun.node.requeue import GiveBack
 from hpcrun.node.result import clear_result, write_result
 from hpcrun.node.server import Server, listen
-from hpcrun.records import EXIT_REQUEUE, EXIT_STOP, RunDir
+from hpcrun.records import EXIT_STOP, RunDir
 from hpcrun.runs.runfile import RunFile, read_run_file
 from hpcrun.slurm.query import job_info
 
@@ -59,7 +59,6 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
             address = _interface_address(file.site.rendezvous.interface)
             server = Server(listen(address, place.coordinator_ports()), file.run, token, coordinator)
         launcher = _launcher(run, file, place, environment)
-        give_back = GiveBack(place, journal)
         agent = Agent(
             run,
             file,
@@ -71,13 +70,11 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
             server,
             environment,
             _lead_begins(file, place),
-            give_back.as_survivor,
+            GiveBack(place, journal).as_survivor,
         )
         code = agent.run()
         if server:
             write_result(run, place, code)
-            if place.slurm and code == EXIT_REQUEUE and server.lost_nodes:
-                give_back.as_first()
         return code
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

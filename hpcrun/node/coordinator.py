@@ -320,11 +320,6 @@ class Coordinator:
         self._journal.event("finished", code=code, reason=reason)
         self._tell_members({"type": "finish", "code": code})
 
-    @property
-    def lost_nodes(self) -> bool:
-        """Whether a node of this allocation is gone, so that srun may never see its step end."""
-        return bool(self._lost)
-
     def _tell_members(self, message: Message) -> None:
         for member in self._members.values():
             member.link.send(message)

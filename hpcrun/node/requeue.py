@@ -14,7 +14,7 @@ from hpcrun.errors import UserError
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement
 from hpcrun.slurm.control import requeue
-from hpcrun.slurm.query import job_info, node_responds
+from hpcrun.slurm.query import job_info, node_is_down
 
 _TURN = 5.0
 
@@ -30,8 +30,9 @@ class GiveBack:
     def as_survivor(self) -> bool:
         """Try, now that the first node cannot be reached; True when nothing is left to do.
 
-        Slurm must agree that the first node is gone: if only the way to it is cut,
-        the others may be training on.
+        Slurm must have declared the first node down: if only the way to it is cut, the
+        others may be training on; and a requeue before that leaves Slurm's GPU counts
+        wrong, so that the next attempt cannot start a step (docs/slurm_facts.md).
         """
         if self._not_before is None:
             self._journal.event("coordinator_unreachable", node=self._place.nodes[0])
@@ -41,14 +42,9 @@ class GiveBack:
         self._not_before = time.monotonic() + _TURN
         if self._not_ours():
             return True
-        if node_responds(self._place.nodes[0]) is not False:
+        if not node_is_down(self._place.nodes[0]):
             return False
         return self._requeue()
-
-    def as_first(self) -> None:
-        """Try from the batch node, whose step will not end while a lost node is part of it."""
-        if not self._not_ours():
-            self._requeue()
 
     def _not_ours(self) -> bool:
         info = job_info(self._place.job_id)

@@ -52,10 +52,6 @@ class Server:
         self._coordinator.tick()
 
     @property
-    def lost_nodes(self) -> bool:
-        return self._coordinator.lost_nodes
-
-    @property
     def connections(self) -> int:
         return len(self._channels)
 

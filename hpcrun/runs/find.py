@@ -30,17 +30,27 @@ def all_runs(folder: Path) -> list[RunDir]:
     return sorted(runs, key=lambda run: run.run_yaml.stat().st_mtime, reverse=True)
 
 
+def run_at(text: str) -> RunDir | None:
+    """The run directory at the path ``text``; None when ``text`` is a name or a job id.
+
+    Raises:
+        UserError: a path, but not of a run directory.
+    """
+    path = Path(text).expanduser()
+    if (path / "run.yaml").is_file():
+        return RunDir(path.resolve())
+    if "/" in text or text in (".", ".."):
+        raise UserError(f"{path} is not a run directory: it holds no run.yaml")
+    return None
+
+
 def find_run(text: str, folder: Path) -> RunDir:
-    """The run that ``text`` names: a path, a job id, or a whole name, a recipe's name or a prefix in ``folder``.
+    """The run in ``folder`` that ``text`` names: a whole name, a job id, a recipe's name or a prefix.
 
     Raises:
         UserError: none, or more than one; the message lists them.
     """
-    if not text.strip():
-        raise UserError("RUN is empty; give a name, a path or a job id (see 'hpcrun ls')")
-    if "/" in text or text in (".", "..") or (Path(text) / "run.yaml").is_file():
-        return _at(Path(text).expanduser())
-    runs = all_runs(folder)
+    runs = all_runs(folder) if text.strip() else []
     for matches in (
         [run for run in runs if run.name == text],
         [run for run in runs if _JOB_ID.fullmatch(text) and text in (job.job_id for job in jobs_of(run))],
@@ -48,23 +58,16 @@ def find_run(text: str, folder: Path) -> RunDir:
         [run for run in runs if run.name.startswith(text)],
     ):
         if len(matches) > 1:
-            shown = ", ".join(run.name for run in matches[:_SHOWN]) + (
-                ", ..." if len(matches) > _SHOWN else ""
-            )
             raise UserError(
-                f"{text!r} means {len(matches)} runs: {shown}; give the whole name (newest first)"
+                f"{text!r} means {len(matches)} runs; give the whole name, newest first: {_names(matches)}"
             )
         if matches:
             return matches[0]
-    raise UserError(
-        f"no run {text!r} among the {len(runs)} in {folder}; see 'hpcrun ls', or give --runs or a path"
-    )
+    raise UserError(f"no run {text!r} among the {len(runs)} in {folder}; see 'hpcrun ls', or give a path")
 
 
-def _at(path: Path) -> RunDir:
-    if not (path / "run.yaml").is_file():
-        raise UserError(f"{path} is not a run directory: it holds no run.yaml")
-    return RunDir(path.resolve())
+def _names(runs: list[RunDir]) -> str:
+    return ", ".join(run.name for run in runs[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
 
 
 def _recipe_name(run: RunDir) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrun.manifest import checkpoints_newest_first
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, STOP, RunDir, read_claim
-from hpcrun.runs.jobs import jobs_of
+from hpcrun.runs.jobs import Job, jobs_of
 from hpcrun.runs.story import Event, last_line, reached_step, read_events, resumed_step
 
 QUEUED = "queued"
@@ -28,6 +29,8 @@ class Progress:
     reason: str | None
     job_id: str | None
     """The job that the run is in, or was in last."""
+    local: bool
+    """Whether that job is a process of this machine rather than Slurm's."""
     restart: int | None
     """Slurm's restart count of that job when its agents last spoke; None before they did."""
     stop: bool
@@ -50,7 +53,8 @@ def read_progress(run: RunDir) -> Progress:
     events = read_events(run)
     attempts = run.last_attempt()
     claims = [read_claim(run, attempt) for attempt in range(1, attempts + 1)]
-    job_id = _current_job(run, events, claims)
+    job = _current_job(run, events, claims)
+    job_id = job.job_id if job else None
     restart = max((e["job_restart"] for e in events if e.get("job") == job_id), default=None)
     stop = (run.control / STOP).exists()
     told, reason = _told(run, events, claims, job_id, restart)
@@ -60,10 +64,11 @@ def read_progress(run: RunDir) -> Progress:
         told=told,
         reason=reason,
         job_id=job_id,
+        local=job is not None and job.kind == "local",
         restart=restart,
         stop=stop,
         attempts=attempts,
-        restarts=sum(_place(a) == _place(b) for a, b in zip(claims, claims[1:], strict=False)),
+        restarts=sum(_place(a) == _place(b) for a, b in itertools.pairwise(claims)),
         requeues=sum(_requeues(claims).values()),
         nodes=list(starts[-1]["nodes"]) if starts else [],
         step=reached_step(run, attempts),
@@ -87,16 +92,16 @@ def last_checkpoint_step(run: RunDir) -> int | None:
     return None
 
 
-def _current_job(run: RunDir, events: list[Event], claims: list[dict[str, Any]]) -> str | None:
+def _current_job(run: RunDir, events: list[Event], claims: list[dict[str, Any]]) -> Job | None:
     """The newest job, unless it found the run held by another and left."""
     held = {event["job"] for event in events if event["event"] == "run_is_held"}
     held -= {str(claim.get("job_id")) for claim in claims}
-    since = {job.job_id: job.since for job in jobs_of(run)}
+    jobs = {job.job_id: job for job in jobs_of(run)}
     for event in events:
         if "job" in event:
-            since.setdefault(event["job"], event["time"])
-    newest_first = sorted(since, key=since.__getitem__, reverse=True)
-    return next((job_id for job_id in newest_first if job_id not in held), None)
+            jobs.setdefault(event["job"], Job(event["job"], event["time"], None))
+    newest_first = sorted(jobs.values(), key=lambda job: job.since, reverse=True)
+    return next((job for job in newest_first if job.job_id not in held), None)
 
 
 def _told(

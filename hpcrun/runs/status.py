@@ -17,7 +17,7 @@ from hpcrun.runs import progress as own
 from hpcrun.runs.progress import Progress, read_progress
 from hpcrun.runs.runfile import read_run_file
 from hpcrun.runs.story import Recovery, recoveries
-from hpcrun.runs.word import Answer, Group, Word
+from hpcrun.runs.word import Answer, Group, Word, local_word, slurm_word
 
 LOST = "lost"
 UNKNOWN = "unknown"
@@ -37,7 +37,7 @@ class RunStatus:
     reason: str | None
     job_id: str | None
     slurm: str
-    """ok, silent, unknown job or no accounting."""
+    """ok, silent, unknown job, no accounting, or not asked."""
     slurm_state: str | None
     step: int
     total_steps: int | None
@@ -58,16 +58,52 @@ class RunStatus:
 
 
 def run_status(run: RunDir) -> RunStatus:
-    """Ask the scheduler and read the run directory.
-
-    Raises:
-        UserError: the run has no readable run.yaml.
-    """
-    from hpcrun.runs.word import ask
-
+    """Read the run directory and ask the scheduler of its job."""
     progress = read_progress(run)
-    word = ask(run, progress.job_id) if progress.job_id else Word(Answer.UNKNOWN_JOB)
-    return join(run, progress, word)
+    return join(run, progress, ask(run, progress))
+
+
+def statuses(runs: list[RunDir]) -> list[RunStatus]:
+    """Like :func:`run_status` for many: who has ended is not asked after, a silent Slurm is asked once."""
+    found = []
+    silence: Word | None = None
+    for run in runs:
+        progress = read_progress(run)
+        if progress.told in ENDED:
+            word = Word(Answer.NOT_ASKED)
+        elif silence and not progress.local:
+            word = silence
+        else:
+            word = ask(run, progress)
+            silence = word if word.answer is Answer.SILENT else silence
+        found.append(join(run, progress, word))
+    return found
+
+
+class EndWatch:
+    """Looks again and again whether a run has ended, and spares the scheduler most of it."""
+
+    _ASK_EVERY = 30.0
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._asked = -self._ASK_EVERY
+
+    def over(self) -> bool:
+        """By the run's own record, and twice a minute by the scheduler: a job may die without a word."""
+        if read_progress(self._run).told in ENDED:
+            return True
+        if time.monotonic() - self._asked < self._ASK_EVERY:
+            return False
+        self._asked = time.monotonic()
+        return run_status(self._run).state in (*ENDED, UNKNOWN)
+
+
+def ask(run: RunDir, progress: Progress) -> Word:
+    """The scheduler's word on the run's job, of which ``progress`` tells."""
+    if progress.job_id is None:
+        return Word(Answer.UNKNOWN_JOB)
+    return local_word(run, progress.job_id) if progress.local else slurm_word(progress.job_id)
 
 
 def join(run: RunDir, progress: Progress, word: Word) -> RunStatus:
@@ -151,11 +187,15 @@ def _forgotten(progress: Progress) -> tuple[str, str | None]:
         return own.CANCELLED, "control/STOP is there"
     gone = f"job {progress.job_id} has left Slurm"
     if progress.told == own.REQUEUED:
-        return LOST, f"{gone} after exit code {EXIT_REQUEUE} ({progress.reason}); continue with 'hpcrun resume'"
+        return (
+            LOST,
+            f"{gone} after exit code {EXIT_REQUEUE} ({progress.reason}); continue with 'hpcrun resume'",
+        )
     return UNKNOWN, f"{gone} without a word in the run directory; 'hpcrun resume' continues the run"
 
 
 def _asked_steps(run: RunDir) -> int | None:
+    """What run.yaml asks for; the trainer tells only once it has started."""
     try:
         recipe = read_run_file(run).recipe
     except UserError:

@@ -86,7 +86,7 @@ def read_events(run: RunDir) -> list[Event]:
 
 
 def _job(writer: str) -> Event:
-    host, *job = writer.rsplit("-", 2)
+    _, *job = writer.rsplit("-", 2)
     return {"job": job[0], "job_restart": int(job[1])} if len(job) == 2 and job[1].isdigit() else {}
 
 

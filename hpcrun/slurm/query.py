@@ -48,13 +48,13 @@ def job_info(job_id: str) -> JobInfo:
         return _from_accounting(job_id)
 
 
-def node_responds(host: str) -> bool | None:
-    """Whether slurmctld hears the node; None when slurmctld does not answer or knows no such node."""
+def node_is_down(host: str) -> bool:
+    """Whether slurmctld has declared the node down; False also when it does not answer."""
     try:
-        state = run_slurm(["sinfo", "-h", "-N", "-n", host, "-o", "%T"]).split()
+        states = run_slurm(["sinfo", "-h", "-N", "-n", host, "-o", "%T"]).split()
     except (SlurmSilent, SlurmRefused):
-        return None
-    return not (state[0].endswith("*") or state[0].startswith("down")) if state else None
+        return False
+    return bool(states) and states[0].startswith("down")
 
 
 def find_job(comment: str) -> str | None:

@@ -13,7 +13,7 @@ from tests.cluster.configuration import write_files
 from tests.cluster.errors import ClusterError
 from tests.cluster.network import free_number
 from tests.cluster.processes import end, in_same_machine, time_limited
-from tests.cluster.requirements import unavailable_reason
+from tests.cluster.requirements import NEEDS_ROOT, unavailable_reason
 from tests.cluster.state import State, load_state, locked, state_folder
 from tests.cluster.user import HOME, USER, as_user, make_user, remove_user
 
@@ -47,7 +47,7 @@ class Cluster:
                 state.network.make(state.nodes)
                 _start(state)
             except BaseException as error:
-                _keep_logs_in_mind(error, state)
+                _add_logs(error, state)
                 _remove(state)
                 raise
             state.ready = True
@@ -57,6 +57,7 @@ class Cluster:
     @classmethod
     def attach(cls) -> "Cluster":
         """The cluster that is up already; ClusterError when there is none."""
+        _must_be_root()
         state = load_state(state_folder())
         if state is None or not state.ready:
             raise ClusterError(
@@ -196,14 +197,18 @@ class Cluster:
 
 def down() -> bool:
     """Take down whatever cluster is recorded, whole or half-made; False when there is none."""
-    if os.geteuid() != 0:
-        raise ClusterError("the test cluster needs root (namespaces, a bridge, slurmd)")
+    _must_be_root()
     with locked(state_folder()):
         state = load_state(state_folder())
         if state is None:
             return False
         _remove(state)
         return True
+
+
+def _must_be_root() -> None:
+    if os.geteuid() != 0:
+        raise ClusterError(NEEDS_ROOT)
 
 
 def _must_be_able(accounting: bool) -> None:
@@ -255,7 +260,7 @@ def _remove(state: State) -> None:
     shutil.rmtree(state.folder)
 
 
-def _keep_logs_in_mind(error: BaseException, state: State) -> None:
+def _add_logs(error: BaseException, state: State) -> None:
     """Attach the ends of the logs to the error, since the logs are about to be removed."""
     for log in sorted((state.folder / "log").glob("*.log")):
         lines = log.read_text(errors="replace").splitlines()[-5:]

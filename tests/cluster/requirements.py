@@ -17,6 +17,9 @@ ACCOUNTING_PACKAGES = {"slurmdbd": "slurmdbd", "mariadb-server": "mariadbd"}
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+NEEDS_ROOT = "the test cluster needs root (namespaces, a bridge, slurmd)"
+
+
 def missing_packages(accounting: bool = True) -> list[str]:
     """Debian packages whose commands are not installed, by name."""
     wanted = PACKAGES | (ACCOUNTING_PACKAGES if accounting else {})
@@ -26,7 +29,7 @@ def missing_packages(accounting: bool = True) -> list[str]:
 def unavailable_reason(accounting: bool = True) -> str | None:
     """Why no cluster can start on this machine, in one line, or None when one can."""
     if os.geteuid() != 0:
-        return "the test cluster needs root (namespaces, a bridge, slurmd)"
+        return NEEDS_ROOT
     if missing := missing_packages(accounting):
         return f"the test cluster needs Debian packages: apt-get install {' '.join(missing)}"
     probe = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -21,19 +22,28 @@ def _fields(line: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
+def _show(cluster: Cluster, *what: str) -> str:
+    """What `scontrol show` prints; ClusterError when it fails or the controller is silent."""
+    argv = ["scontrol", "--oneliner", "show", *what]
+    try:
+        return cluster.run(argv, timeout=30).stdout
+    except subprocess.CalledProcessError as error:
+        raise ClusterError(f"{' '.join(argv)}: {error.stderr.strip()}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{' '.join(argv)}: no answer within 30 s") from error
+
+
 def node_states(cluster: Cluster) -> dict[str, str]:
     """State of each node by name, such as IDLE or DOWN+NOT_RESPONDING."""
-    shown = cluster.run(["scontrol", "--oneliner", "show", "node"]).stdout
-    rows = [_fields(line) for line in shown.splitlines() if line.startswith("NodeName=")]
-    return {row["NodeName"]: row["State"] for row in rows}
+    rows = [_fields(line) for line in _show(cluster, "node").splitlines()]
+    return {row["NodeName"]: row["State"] for row in rows if "NodeName" in row}
 
 
 def wait_registered(cluster: Cluster, node: str, since: float, timeout: float) -> None:
     """Wait until the controller knows a slurmd on `node` started at or after `since` (epoch seconds)."""
 
     def registered() -> bool:
-        shown = _fields(cluster.run(["scontrol", "--oneliner", "show", "node", node]).stdout)
-        started = shown.get("SlurmdStartTime", "None")
+        started = _fields(_show(cluster, "node", node)).get("SlurmdStartTime", "None")
         return started not in ("None", "Unknown") and datetime.fromisoformat(started).timestamp() >= since
 
     wait_for(f"slurmd of {node} to register", registered, timeout)
@@ -57,10 +67,12 @@ def wait_usable(cluster: Cluster, nodes: Sequence[str], timeout: float) -> None:
 
 def job(cluster: Cluster, job_id: int | str) -> dict[str, str]:
     """The fields of `scontrol show job`; empty when Slurm no longer knows the job."""
-    shown = cluster.run(["scontrol", "--oneliner", "show", "job", str(job_id)], check=False)
-    if shown.returncode != 0 and "Invalid job id" not in shown.stderr:
-        raise ClusterError(f"scontrol show job {job_id}: {shown.stderr.strip()}")
-    return _fields(shown.stdout)
+    try:
+        return _fields(_show(cluster, "job", str(job_id)))
+    except ClusterError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
 
 
 def wait_state(cluster: Cluster, job_id: int | str, states: Sequence[str], timeout: float) -> dict[str, str]:
@@ -84,9 +96,13 @@ def describe(cluster: Cluster, state: State) -> list[str]:
         if name not in state.nodes:
             running = state.running(name)
             lines.append(f"{name:10} {f'pid {running.pid}' if running else 'ended'}")
-    states = node_states(cluster)
+    try:
+        states = node_states(cluster)
+    except ClusterError as error:
+        lines.append(str(error))
+        states = {}
     for node in state.nodes:
         link = "" if state.network.link_is_up(node) else ", link cut"
         machine = "" if state.running(node) else ", crashed"
-        lines.append(f"{node:10} {states.get(node, 'unknown to Slurm')}{link}{machine}")
+        lines.append(f"{node:10} {states.get(node, 'state unknown')}{link}{machine}")
     return lines

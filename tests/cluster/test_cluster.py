@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.cluster.configuration import GPUS_PER_NODE
+from tests.cluster.requirements import NEEDS_ROOT
 from tests.cluster.user import USER
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(60)]
@@ -20,7 +21,7 @@ user = pwd.getpwnam({USER!r})
 os.setgroups([])
 os.setgid(user.pw_gid)
 os.setuid(user.pw_uid)
-main(["up"])
+main([COMMAND])
 """
 
 
@@ -102,9 +103,14 @@ def test_up_again_gives_the_same_cluster(cluster: Cluster) -> None:
     assert Cluster.attach().shared == cluster.shared
 
 
-def test_an_ordinary_user_is_refused_in_one_line(cluster: Cluster) -> None:
+@pytest.mark.parametrize("command", ["up", "status", "down"])
+def test_an_ordinary_user_is_refused_in_one_line(cluster: Cluster, command: str) -> None:
     refused = subprocess.run(
-        [sys.executable, "-c", AS_USER], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", AS_USER.replace("COMMAND", repr(command))],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert refused.returncode == 2
-    assert refused.stderr == "error: the test cluster needs root (namespaces, a bridge, slurmd)\n"
+    assert refused.stderr == f"error: {NEEDS_ROOT}\n"

@@ -49,7 +49,7 @@ def make_run(folder: Path, script: str, **fields: Any) -> RunDir:
 def agent(run: RunDir, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "hpcrun.node", str(run.path)],
-        env=os.environ | {"HPCRUN_LOCAL_JOB_ID": str(os.getpid()), **env},
+        env=os.environ | {"SUBMITIT_LOCAL_JOB_ID": str(os.getpid()), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -141,7 +141,7 @@ def test_of_two_jobs_on_one_run_the_second_ends_quietly(tmp_path: Path) -> None:
     wait_for(lambda: run.rank_log(1, 0).exists() and "ready" in log(run, 1, 0))
     other = subprocess.Popen(["/bin/sleep", "1000"])
     try:
-        assert run_to_end(run, HPCRUN_LOCAL_JOB_ID=str(other.pid)) == 0
+        assert run_to_end(run, SUBMITIT_LOCAL_JOB_ID=str(other.pid)) == 0
     finally:
         other.kill()
         other.wait()
