@@ -1,0 +1,1 @@
+"""Sharded checkpoints: one HDF5 file per writing rank, committed by a manifest. See docs/checkpoints.md."""

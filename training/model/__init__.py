@@ -1,0 +1,1 @@
+"""A decoder-only transformer, written for tensor and pipeline parallelism."""

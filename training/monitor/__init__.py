@@ -1,0 +1,1 @@
+"""What a rank reports while it works."""

@@ -1,0 +1,1 @@
+"""Process groups, tensor parallelism, pipeline stages and gradient reduction."""

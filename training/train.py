@@ -1,0 +1,265 @@
+"""The training loop of one rank. Read it from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hpcrun.config import Document, load_yaml, validate
+from hpcrun.errors import UserError
+from hpcrun.layout import Layout, make_layout, micro_batches
+from hpcrun.recipe import Recipe
+from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLines, replace_text, write_event
+from training.checkpoint.load import restore
+from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
+from training.data.tokens import Samples
+from training.launch import Launch, choose_device, join, under_agent
+from training.model.dropout import Noise
+from training.model.parameters import model_parameters
+from training.model.transformer import Stage
+from training.monitor.heartbeat import Heartbeat
+from training.optim.adamw import learning_rate, make_optimizer, set_step
+from training.parallel.gradients import clip_, global_norm, reduce_gradients, reduce_tied_gradients
+from training.parallel.mesh import Mesh, all_reduce_
+from training.parallel.pipeline import make_runner
+from training.state import RandomState, local_tensors
+
+
+class StopRequest:
+    """Set by SIGUSR2 or SIGTERM: save at the next step boundary and end. SIGUSR1 is NCCL's."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        for signum in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(signum, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.wanted = True
+
+
+class Trainer:
+    """Model, optimizer, data and records of one rank."""
+
+    def __init__(self, recipe: Recipe, launch: Launch, device: torch.device, stop: StopRequest) -> None:
+        self.recipe, self.launch, self.stop = recipe, launch, stop
+        self.layout = _layout(recipe, launch.world)
+        self.heartbeat = Heartbeat(launch.heartbeats, launch.rank)
+        self.heartbeat.beat("start", 0)
+        timeout = timedelta(seconds=recipe.recovery.collective_timeout)
+        self.mesh = Mesh(self.layout, launch.rank, device, timeout)
+        count = micro_batches(recipe, self.layout)
+        self.noise = Noise(recipe.train.seed, first_micro_batch=self.mesh.at.dp * count)
+        self.stage = Stage(recipe.model, self.mesh, recipe.train.seed, self.noise)
+        self.parameters = model_parameters(self.stage)
+        self.optimizer = make_optimizer(self.parameters, recipe.train)
+        self.runner = make_runner(self.stage, recipe, self.mesh, count)
+        self.samples = Samples(recipe)
+        self.random = RandomState(launch.rank, device)
+        self.step = 0
+        leads = launch.rank == 0
+        logs = launch.rank == self.layout.logging_rank()
+        self.events = JsonLines(launch.run.events(launch.attempt, "trainer")) if leads else None
+        self.metrics = JsonLines(launch.metrics) if logs else None
+
+    def train(self) -> int:
+        """Train to the last step, or until asked to stop. Returns the exit code."""
+        self._resume()
+        steps = self.recipe.train.steps
+        while self.step < steps:
+            self._train_step()
+            stopping = self._agree_to_stop()
+            last = self.step == steps
+            if stopping and not last:
+                self._event("save_requested", step=self.step)
+            if last or stopping or self.step % self.recipe.checkpoint.every == 0:
+                self._save(must=last or stopping)
+            if stopping and not last:
+                return EXIT_REQUEUE
+        self._event("training_finished", step=self.step)
+        self.heartbeat.beat("done", self.step)
+        return EXIT_DONE
+
+    def _train_step(self) -> None:
+        began = time.monotonic()
+        train, tied = self.recipe.train, self.recipe.model.tie_embeddings
+        self.heartbeat.beat("step", self.step + 1)
+        self.noise.start_step(self.step + 1)
+        with self._precision():
+            loss = self.runner.run(self._next_tokens())
+        reduce_gradients(self.parameters, self.mesh)
+        reduce_tied_gradients(self.stage, tied, self.mesh)
+        norm = global_norm(self.parameters, tied, self.mesh)
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"step {self.step + 1}: the gradient norm is {grad_norm}; lower train.lr or train.clip_grad"
+            )
+        clip_(self.parameters, norm, train.clip_grad)
+        lr = learning_rate(self.step + 1, train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if loss is not None:
+            self._log(
+                all_reduce_(loss, self.mesh.dp) / self.layout.dp, grad_norm, lr, time.monotonic() - began
+            )
+
+    def _next_tokens(self) -> torch.Tensor:
+        """This data parallel rank's share of the next global batch."""
+        share = self.recipe.train.global_batch // self.layout.dp
+        first = self.step * self.recipe.train.global_batch + self.mesh.at.dp * share
+        return self.samples.batch(first, share).to(self.mesh.device)
+
+    def _precision(self) -> torch.autocast | nullcontext[None]:
+        """bf16 computes matrix products in bf16; weights, norms, loss and gradients stay fp32."""
+        if self.recipe.train.precision == "bf16":
+            return torch.autocast(self.mesh.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank has been asked to stop: ranks hear a signal at different steps."""
+        flag = torch.tensor([int(self.stop.wanted)], device=self.mesh.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint that verifies, or start from the seed."""
+        self.heartbeat.beat("load", 0)
+        tensors = local_tensors(self.parameters, self.optimizer, self.random)
+        restored = restore(self.launch.run, self.recipe.model.model_dump(), tensors)
+        if restored:
+            self.step = restored.step
+            set_step(self.optimizer, self.step)
+            self.random.apply()
+            for name, reason in restored.rejected:
+                self._event("checkpoint_rejected", folder=name, reason=reason)
+        if self.launch.rank == 0:
+            resumed = self.launch.run.attempt(self.launch.attempt) / RESUMED
+            replace_text(resumed, json.dumps({"step": self.step}) + "\n")
+        self._event(
+            "training_started",
+            layout=asdict(self.layout),
+            world=self.layout.world,
+            start_step=self.step,
+            total_steps=self.recipe.train.steps,
+            checkpoint=restored.folder.name if restored else None,
+        )
+
+    def _save(self, must: bool) -> None:
+        """Save now. A periodic save that fails is reported, and training goes on."""
+        self.heartbeat.beat("save", self.step)
+        self.random.refresh()
+        launch = self.launch
+        try:
+            report = save_checkpoint(
+                launch.run,
+                step=self.step,
+                attempt=launch.attempt,
+                claim=launch.claim,
+                layout=asdict(self.layout),
+                model=self.recipe.model.model_dump(),
+                state={"step": self.step, "samples": self.step * self.recipe.train.global_batch},
+                tensors=local_tensors(self.parameters, self.optimizer, self.random),
+            )
+        except Superseded:
+            raise
+        except SaveError as error:
+            self._event("checkpoint_failed", step=self.step, reason=str(error))
+            if must:
+                raise
+            print(f"hpcrun: step {self.step}: no checkpoint: {error}", file=sys.stderr)
+            return
+        self._event(
+            "checkpoint_saved",
+            step=self.step,
+            folder=report.folder.name,
+            bytes=report.bytes,
+            seconds=round(report.seconds, 3),
+        )
+        if launch.rank == 0:
+            prune_checkpoints(launch.run, self.recipe.checkpoint.keep, launch.attempt)
+
+    def _log(self, loss: torch.Tensor, grad_norm: float, lr: float, seconds: float) -> None:
+        """One line of metrics. loss: mean over the tokens of the global batch, in nats."""
+        train = self.recipe.train
+        if self.metrics is None or (self.step % train.log_every and self.step != train.steps):
+            return
+        tokens = train.global_batch * self.recipe.model.sequence
+        self.metrics.write(
+            time=time.time(),
+            attempt=self.launch.attempt,
+            step=self.step,
+            loss=float(loss),
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=self.step * tokens,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+        )
+
+    def _event(self, event: str, **fields: object) -> None:
+        if self.events is not None:
+            write_event(self.events, event, attempt=self.launch.attempt, host=socket.gethostname(), **fields)
+
+
+def main_from_environment() -> int:
+    """A rank that hpcrun's agent has started: everything it needs stands in its environment."""
+    stop = StopRequest()
+
+    def run() -> int:
+        launch = under_agent(os.environ)
+        recipe = recipe_of_run(load_yaml(launch.run.run_yaml))
+        device = choose_device(recipe, launch.local_rank)
+        join(launch.rank, launch.world, device, timedelta(seconds=recipe.recovery.collective_timeout))
+        return Trainer(recipe, launch, device, stop).train()
+
+    return guarded(run)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Run a rank; an exit code for whatever happens, and its reason as the last line of the log."""
+    try:
+        return run()
+    except (UserError, Superseded) as error:
+        print(f"hpcrun: {error}", file=sys.stderr)
+        return EXIT_STOP
+    except Exception as error:  # noqa: BLE001 - the reason must reach the log whatever it is
+        traceback.print_exc()
+        place = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+        print(f"hpcrun: {place}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def recipe_of_run(document: Document) -> Recipe:
+    """The ``recipe`` section of a run.yaml.
+
+    Raises:
+        UserError: there is none, or it is not valid.
+    """
+    section = document.data.get("recipe")
+    if not isinstance(section, dict):
+        raise UserError(f"{document.source}: no recipe section: not a run.yaml")
+    lines = {path[1:]: line for path, line in document.lines.items() if path[:1] == ("recipe",)}
+    return validate(Document(document.source, section, lines), Recipe)
+
+
+def _layout(recipe: Recipe, world: int) -> Layout:
+    try:
+        return make_layout(recipe, world)
+    except ValueError as error:
+        raise UserError(str(error)) from error
