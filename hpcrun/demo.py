@@ -17,7 +17,8 @@ import psutil
 
 from hpcrun.datafiles import data_folder
 from hpcrun.errors import UserError
-from hpcrun.launch.submit import Options, submit
+from hpcrun.launch.request import Options
+from hpcrun.launch.submit import draft, submit
 from hpcrun.manifest import checkpoints_newest_first
 from hpcrun.recipe import load_recipe
 from hpcrun.records import RunDir
@@ -48,7 +49,10 @@ def prepare_tokens(folder: Path) -> Path:
 def start(folder: Path, tokens: Path) -> RunDir:
     """Submit the demo's recipe to the ``local`` site."""
     recipe = load_recipe(data_folder("recipes") / "demo.yaml", (f"data.path={tokens}",))
-    return submit(recipe, find_site("local"), Options(runs=folder)).run
+    site, _ = find_site("local")
+    drafted = draft(recipe, site, Options(runs=folder, snapshot=False))
+    submit(drafted)
+    return drafted.run
 
 
 def follow(run: RunDir, say: Say) -> None:

@@ -40,6 +40,7 @@ def command(wanted: str | None, runs: Path | None, as_json: bool) -> None:
 def _text(status: RunStatus) -> str:
     from hpcrun.cli.show import age, of_total, pairs
 
+    trains = status.total_steps is not None or status.step > 0
     checkpoint = "none yet" if status.last_checkpoint_step is None else f"step {status.last_checkpoint_step}"
     if status.save_failure:
         checkpoint += f"; the newest save failed: {status.save_failure}"
@@ -49,7 +50,7 @@ def _text(status: RunStatus) -> str:
         ("state", status.state + (f": {status.reason}" if status.reason else "")),
         ("job", _job(status)),
         ("nodes", ", ".join(status.nodes)),
-        ("step", of_total(status.step, status.total_steps)),
+        ("step", of_total(status.step, status.total_steps) if trains else ""),
         (
             "loss",
             ""
@@ -60,7 +61,7 @@ def _text(status: RunStatus) -> str:
         ),
         ("speed", f"{status.tokens_per_s:,.0f} tokens/s" if status.tokens_per_s else ""),
         ("updated", f"{age(status.updated)} ago" if status.updated is not None else ""),
-        ("checkpoint", checkpoint),
+        ("checkpoint", checkpoint if trains else ""),
         ("attempts", attempts),
         ("in", status.path),
     ]

@@ -45,10 +45,10 @@ def resume(run: RunDir, overrides: tuple[str, ...] = ()) -> Resumed:
             the run is as it was.
     """
     progress = read_progress(run)
-    _refuse_if_alive(run, progress)
     old = read_run_file(run)
     recipe = _changed(old.recipe, run, overrides)
     _refuse_if_done(run, progress, recipe, bool(overrides))
+    _refuse_if_alive(run, progress)
     request = make_request(recipe, old.site)
     changes = {"recipe": recipe, "nodes": request.nodes, "ranks_per_node": request.ranks_per_node}
     new = old.model_copy(update=changes)

@@ -149,7 +149,7 @@ def decide(progress: Progress, word: Word) -> tuple[str, str | None]:
     if word.answer in (Answer.UNKNOWN_JOB, Answer.NO_ACCOUNTING):
         return _forgotten(progress)
     why = word.reason if word.answer is Answer.SILENT else f"Slurm's state is {word.state!r}"
-    return progress.told, f"{why}; by the run's own record it is {progress.told}"
+    return progress.told, f"by the run's own record; {why}"
 
 
 def _again(progress: Progress, word: Word) -> bool:

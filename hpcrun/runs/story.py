@@ -251,16 +251,17 @@ def _asked(events: list[Event]) -> _Cause | None:
         event = next((e for e in events if e["event"] == name and e["writer"] != _TRAINER), None)
         if event:
             reason = event.get("reason", f"the agent of the first node was gone (seen by {event['host']})")
-            return _Cause(_what(reason), reason, event["time"])
+            end = _first(events, "finished") or {}
+            return _Cause(_what(f"{reason} {end.get('reason')}"), reason, event["time"])
     return None
 
 
 def _what(reason: str) -> str:
-    if "time limit" in reason:
-        return "time limit"
-    if "SIGTERM" in reason:
-        return "preempted"
-    return "stopped" if "control/STOP" in reason else "requeue"
+    """A cancelled job and one at its limit get SIGTERM as well, so that word comes last."""
+    for words, what in (("control/STOP", "stopped"), ("time limit", "time limit"), ("SIGTERM", "preempted")):
+        if words in reason:
+            return what
+    return "requeue"
 
 
 def _silence(run: RunDir, attempt: int, events: list[Event]) -> _Cause:

@@ -68,12 +68,13 @@ def cancel(job_id: str) -> None:
 def start_now(job_id: str) -> None:
     """Lift the wait of about two minutes that Slurm puts on a requeued job.
 
-    Has an effect only while the job is PENDING (docs/slurm_facts.md).
+    Has an effect only while the job is PENDING; at once it may meet the credential of the
+    earlier start, and the job fails (docs/slurm_facts.md).
 
     Raises:
         UserError: Slurm refused or is silent.
     """
-    _change(["scontrol", "update", f"jobid={job_id}", "starttime=now"])
+    _change(["scontrol", "update", f"jobid={job_id}", "starttime=now+2"])
 
 
 def _change(command: list[str]) -> None:
