@@ -1,0 +1,86 @@
+"""Every layout trains the same model: the oracle is one process without parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training.runs import curve, recipe, train_on
+
+LAYOUTS = [
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "schedule": "gpipe"},
+    {"pp": 4},
+    {"dp": 2},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "dp": 2},
+]
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "vocabulary that tp does not divide": {"vocab": 63},
+    "grouped heads": {"kv_heads": 2},
+    "tied embeddings": {"tie_embeddings": True},
+    "tied, padded, grouped": {"tie_embeddings": True, "vocab": 63, "kv_heads": 2},
+}
+
+
+def world(layout: dict[str, Any]) -> int:
+    return int(layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1))
+
+
+def train(tokens: Path, out: Path, layout: dict[str, Any], **model: Any) -> list[tuple[int, float, float]]:
+    wanted = recipe(tokens, parallel=layout, model=model, checkpoint={"every": 1000})
+    assert run_ranks(world(layout), train_on, wanted, str(out)) == [0] * world(layout)
+    return curve(out)
+
+
+def assert_close(found: list[tuple[int, float, float]], expected: list[tuple[int, float, float]]) -> None:
+    assert [step for step, *_ in found] == [1, 2, 3, 4]
+    for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def oracle(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    found = train(tokens, tmp_path_factory.mktemp("oracle"), {})
+    assert found[-1][1] < found[0][1]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_has_the_losses_and_gradient_norms_of_one_process(
+    tokens: Path, tmp_path: Path, oracle: list[tuple[int, float, float]], layout: dict[str, Any]
+) -> None:
+    assert_close(train(tokens, tmp_path / "run", layout), oracle)
+
+
+@pytest.mark.parametrize("model", list(MODELS)[1:])
+def test_models_that_are_awkward_to_split(tokens: Path, tmp_path: Path, model: str) -> None:
+    expected = train(tokens, tmp_path / "one", {}, **MODELS[model])
+    assert_close(train(tokens, tmp_path / "split", {"tp": 2, "pp": 2}, **MODELS[model]), expected)
+
+
+def test_the_same_layout_twice_is_equal_bit_for_bit_with_dropout(tokens: Path, tmp_path: Path) -> None:
+    layout = {"tp": 2, "pp": 2}
+    first = train(tokens, tmp_path / "first", layout, dropout=0.1)
+    assert train(tokens, tmp_path / "second", layout, dropout=0.1) == first
+    assert train(tokens, tmp_path / "without", layout) != first
+
+
+def test_dropout_masks_are_the_same_on_all_tensor_parallel_ranks(tokens: Path, tmp_path: Path) -> None:
+    expected = train(tokens, tmp_path / "one", {}, dropout=0.1)
+    assert_close(train(tokens, tmp_path / "split", {"tp": 2}, dropout=0.1), expected)
+
+
+def test_bf16_computes_and_learns(tokens: Path, tmp_path: Path) -> None:
+    wanted = recipe(
+        tokens, parallel={"tp": 2, "pp": 2}, train={"precision": "bf16"}, checkpoint={"every": 1000}
+    )
+    run_ranks(4, train_on, wanted, str(tmp_path / "run"))
+    found = curve(tmp_path / "run")
+    assert found[-1][1] < found[0][1]
