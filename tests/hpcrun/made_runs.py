@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.records import CLAIM, RESUMED, JsonLines, RunDir, checkpoint_name, claim_attempt, replace_text
 import pytest
 
 from hpcrun.recipe import Recipe
+from hpcrun.records import CLAIM, RESUMED, JsonLines, RunDir, checkpoint_name, claim_attempt, replace_text
 from hpcrun.runs.runfile import RunFile, Versions, run_file_text
 from hpcrun.sites.model import Scheduler, Site
+
+_RECIPE = {"train": {"steps": 80}, "resources": {"nodes": 2, "ranks_per_node": 2}}
 
 
 class MadeRun:
@@ -39,7 +41,7 @@ class MadeRun:
             nodes=2,
             ranks_per_node=2,
             site=Site(name="test", scheduler=Scheduler.model_validate({"kind": kind})),
-            recipe=Recipe.model_validate({"train": {"steps": 80}} | (recipe or {})),
+            recipe=Recipe.model_validate(_RECIPE | (recipe or {})),
         )
         self.run.run_yaml.write_text(run_file_text(file))
         self._kind = kind
@@ -139,7 +141,7 @@ class StandIns:
         )
 
     def forgotten(self, accounting: str | None = None) -> None:
-        """slurmctld has forgotten the job; ``accounting`` is sacct's row, None where there is no accounting."""
+        """slurmctld has forgotten the job; ``accounting`` is a row of sacct, None without accounting."""
         self.says("scontrol", "", "slurm_load_jobs error: Invalid job id specified", 1)
         if accounting is None:
             self.says("sacct", "", "Slurm accounting storage is disabled", 1)

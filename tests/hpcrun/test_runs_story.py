@@ -42,7 +42,7 @@ def test_the_last_line_is_found_behind_a_tail_of_junk_longer_than_one_read(made:
 
 
 def test_events_come_by_time_and_know_their_job(made: MadeRun) -> None:
-    made.event("late", host="a-b", at=5000.0)
+    made.event("late", host="a-b", at=made.now + 5)
     made.event("early", host="c9", at=1.0)
     told = read_events(made.run)
     assert (told[0]["event"], told[-1]["event"]) == ("early", "late")
@@ -127,6 +127,28 @@ def test_an_asked_for_end_tells_who_asked(made: MadeRun, reason: str, what: str)
     made.start(from_step=25)
     (told,) = recoveries(made.run)
     assert (told.what, told.by, told.reason, told.steps_repeated) == (what, "requeue", reason, 0)
+
+
+def test_a_cancelled_and_resumed_run_was_not_preempted(made: MadeRun) -> None:
+    asked = "c1: the scheduler ends the job (SIGTERM)"
+    made.event("save_requested", reason=asked)
+    made.finish(86, f"{asked}; control/STOP is there")
+    made.now += 1
+    made.job("8")
+    made.start(from_step=25)
+    (told,) = recoveries(made.run)
+    assert (told.what, told.by) == ("stopped", "resume")
+
+
+def test_an_allocation_that_never_started_an_attempt_is_not_the_cause(made: MadeRun) -> None:
+    made.event("save_requested", reason="c1: the time limit is near (SIGUSR2)")
+    made.finish(85, "c1: the time limit is near (SIGUSR2)")
+    made.restart = 1
+    made.event("node_lost", host="c3", node="c1", reason="silent for 10.2 s")
+    made.finish(85, "1 of 2 agents reported in 300 s")
+    made.restart = 2
+    made.start(from_step=25)
+    assert [told.what for told in recoveries(made.run)] == ["time limit"]
 
 
 def test_an_end_without_a_word_is_dated_by_the_last_sign_of_life(made: MadeRun) -> None:

@@ -1,0 +1,152 @@
+"""Stopping and going on: nothing is lost, and nothing differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcrun.manifest import read_manifest
+from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, RunDir, read_json_lines
+from tests.ranks import RankFailed, run_ranks
+from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
+from training.train import Trainer
+
+LAYOUT = {"tp": 2, "pp": 2}
+EIGHT = {"steps": 8}
+
+
+def events(out: Path, name: str) -> list[dict]:
+    found = [event for path in sorted((out / "events").iterdir()) for event in read_json_lines(path)]
+    return [event for event in found if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def straight(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """The curve of a run that nobody disturbed, with dropout, so that noise must come back too."""
+    out = tmp_path_factory.mktemp("straight")
+    run_ranks(4, train_on, eight(tokens), str(out))
+    return curve(out)
+
+
+def eight(tokens: Path):
+    return recipe(tokens, parallel=LAYOUT, train=EIGHT, model={"dropout": 0.1}, checkpoint={"every": 3})
+
+
+def stop_after(step: int, rank: int, signum: int) -> None:
+    """Send this rank ``signum`` once it has made ``step`` steps."""
+    train_step = Trainer._train_step
+
+    def stepping(self: Trainer) -> None:
+        train_step(self)
+        if self.step == step and self.launch.rank == rank:
+            os.kill(os.getpid(), signum)
+
+    Trainer._train_step = stepping  # type: ignore[method-assign]
+
+
+def train_and_signal(wanted, out: str, step: int, rank: int, signum: int) -> int:
+    stop_after(step, rank, signum)
+    return train_here(wanted, Path(out))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_that_one_rank_hears_makes_all_save_at_the_same_step(
+    tokens: Path, tmp_path: Path, straight: list[tuple[int, float, float]], signum: int
+) -> None:
+    """Field reports: ranks-see-signal-at-different-steps, data-state-not-saved, lr-not-restored."""
+    codes = run_ranks(4, train_and_signal, eight(tokens), str(tmp_path), 5, 3, signum)
+    assert codes == [EXIT_REQUEUE] * 4
+    assert "step_00000005.a0001" in checkpoints(tmp_path)
+    assert run_ranks(4, train_on, eight(tokens), str(tmp_path)) == [EXIT_DONE] * 4
+    assert curve(tmp_path) == straight
+    assert events(tmp_path, "training_started")[-1]["start_step"] == 5
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_bit_for_bit(
+    tokens: Path, tmp_path: Path, straight: list[tuple[int, float, float]]
+) -> None:
+    """Field report: killed-mid-save is in test_checkpoint; here a rank dies between saves."""
+    with pytest.raises(RankFailed):
+        run_ranks(4, train_and_signal, eight(tokens), str(tmp_path), 4, 2, signal.SIGKILL)
+    assert run_ranks(4, train_on, eight(tokens), str(tmp_path)) == [EXIT_DONE] * 4
+    assert curve(tmp_path) == straight
+    assert events(tmp_path, "training_started")[-1]["start_step"] == 3
+
+
+def test_another_layout_reads_the_same_checkpoint(tokens: Path, tmp_path: Path) -> None:
+    wanted = recipe(tokens, parallel={"tp": 2, "pp": 2}, train={"steps": 8}, checkpoint={"every": 4})
+    run_ranks(4, train_and_signal, wanted, str(tmp_path), 4, 0, signal.SIGUSR2)
+    expected = tmp_path / "straight"
+    run_ranks(4, train_on, wanted, str(expected))
+    other = recipe(tokens, parallel={"dp": 2}, train={"steps": 8}, checkpoint={"every": 4})
+    run_ranks(2, train_on, other, str(tmp_path))
+    for (_, loss, _), (_, wanted_loss, _) in zip(curve(tmp_path), curve(expected), strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+
+
+def test_the_last_step_is_saved_and_old_ones_are_pruned(tokens: Path, tmp_path: Path) -> None:
+    """Field reports: retention-*."""
+    wanted = recipe(tokens, train={"steps": 7}, checkpoint={"every": 2, "keep": 2})
+    run_ranks(1, train_on, wanted, str(tmp_path))
+    assert checkpoints(tmp_path) == ["step_00000006.a0001", "step_00000007.a0001"]
+    assert read_manifest(RunDir(tmp_path).checkpoints / "step_00000007.a0001").step == 7
+
+
+def test_a_finished_run_started_again_does_nothing(tokens: Path, tmp_path: Path) -> None:
+    wanted = recipe(tokens)
+    run_ranks(1, train_on, wanted, str(tmp_path))
+    before = curve(tmp_path)
+    assert run_ranks(1, train_on, wanted, str(tmp_path)) == [EXIT_DONE]
+    assert curve(tmp_path) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_key(tokens: Path, tmp_path: Path) -> None:
+    """Field report: stale-dir-with-other-config."""
+    run_ranks(1, train_on, recipe(tokens), str(tmp_path))
+    with pytest.raises(RankFailed, match="is of another model: hidden 32 there, 48 here"):
+        run_ranks(1, train_on, recipe(tokens, model={"hidden": 48}), str(tmp_path))
+
+
+def train_with_small_files(wanted, out: str, limit: int) -> int:
+    """A limit on file sizes stands in for a full disk: write(2) fails with EFBIG instead of ENOSPC."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    save = Trainer._save
+
+    def limited(self: Trainer, must: bool) -> None:
+        full = self.step == 2 and self.launch.rank == 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit if full else resource.RLIM_INFINITY, -1))
+        save(self, must)
+
+    Trainer._save = limited  # type: ignore[method-assign]
+    return train_here(wanted, Path(out))
+
+
+def test_a_save_that_fails_on_one_rank_ends_neither_run_nor_older_checkpoints(
+    tokens: Path, tmp_path: Path
+) -> None:
+    wanted = recipe(tokens, parallel={"tp": 2}, train={"steps": 4}, checkpoint={"every": 1})
+    assert run_ranks(2, train_with_small_files, wanted, str(tmp_path), 8192) == [EXIT_DONE] * 2
+    assert checkpoints(tmp_path) == [f"step_{step:08d}.a0001" for step in (1, 3, 4)]
+    (failed,) = events(tmp_path, "checkpoint_failed")
+    assert failed["step"] == 2
+    assert "rank 1 on " in failed["reason"] and "rank00001.h5" in failed["reason"]
+
+
+def test_metrics_hold_what_readers_rely_on(tokens: Path, tmp_path: Path) -> None:
+    """Field report: nan-in-json is guarded where lines are written; here are the keys."""
+    run_ranks(2, train_on, recipe(tokens, parallel={"pp": 2}), str(tmp_path))
+    lines = list(read_json_lines(tmp_path / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1].keys() >= {"time", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"}
+    assert lines[-1]["tokens"] == 4 * 16 * 16
+
+
+def test_a_gradient_that_is_not_finite_stops_with_the_step(tokens: Path, tmp_path: Path) -> None:
+    wanted = recipe(tokens, train={"lr": 1e30, "warmup_steps": 0, "clip_grad": 0.0, "steps": 6})
+    with pytest.raises(RankFailed, match=r"step [2-6]: the gradient norm is (nan|inf)"):
+        run_ranks(1, train_on, wanted, str(tmp_path))
