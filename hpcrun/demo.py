@@ -68,9 +68,7 @@ def follow(run: RunDir, say: Say) -> None:
         if not killed and step >= _kill_step(run):
             killed = True
             victim = _ranks(run)[-1]
-            say(
-                f"  -> killing one of the four ranks (pid {victim.pid}) with SIGKILL, as the kernel does on OOM"
-            )
+            say(f"  -> killing one of the four ranks (pid {victim.pid}) with SIGKILL, as the OOM killer does")
             victim.kill()
     ended = _end(run)
     if ended is None or ended["code"] != 0:

@@ -1,12 +1,15 @@
 """The manifest of a checkpoint: what it holds and where each byte lies.
 
 A checkpoint is a folder ``step_<8>.a<4>/`` with one HDF5 file per writing rank
-and ``manifest.json``, renamed into place last. Its presence is the commit.
+and ``manifest.json``, renamed into place last. Its presence is the commit. Its text is
+``{"sha256":"...","manifest":{...}}``, the hash being that of the inner object's bytes.
 Tensors carry canonical names: global layer number, unfused, unpadded, tied once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +20,7 @@ from hpcrun.records import RunDir, parse_checkpoint_name
 
 MANIFEST = "manifest.json"
 HASH_BLOCK = 4 << 20
+_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}', re.DOTALL)
 
 
 class _Strict(BaseModel):
@@ -73,6 +77,12 @@ class ManifestError(Exception):
     """A manifest that is missing, torn or not ours; the text says which."""
 
 
+def manifest_text(manifest: Manifest) -> str:
+    """What stands in manifest.json."""
+    body = manifest.model_dump_json()
+    return f'{{"sha256":"{hashlib.sha256(body.encode()).hexdigest()}","manifest":{body}}}'
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint folder.
 
@@ -81,7 +91,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
+        framed = _FRAME.fullmatch(text)
+        if not framed or hashlib.sha256(framed[2]).hexdigest().encode() != framed[1]:
+            raise ManifestError(f"{path}: torn or changed since it was written")
+        return Manifest.model_validate_json(framed[2])
     except FileNotFoundError as error:
         raise ManifestError(f"{folder}: no {MANIFEST}: the save never committed") from error
     except OSError as error:

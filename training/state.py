@@ -72,5 +72,7 @@ def local_tensors(
         values = {"model": parameter.detach(), **{moment: state[moment] for moment in _MOMENTS}}
         for kind, data in values.items():
             place = parameter.sharded
-            found.append(LocalTensor(f"{kind}/{parameter.canonical}", place.shape, place.box, place.view(data)))
+            found.append(
+                LocalTensor(f"{kind}/{parameter.canonical}", place.shape, place.box, place.view(data))
+            )
     return found + noise.local_tensors()

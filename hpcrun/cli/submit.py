@@ -116,7 +116,7 @@ def _show_draft(drafted: Draft, as_json: bool) -> None:
 def _show_submitted(drafted: Draft, job_id: str, why: str, as_json: bool) -> None:
     request, file = drafted.request, drafted.file
     if as_json:
-        answer = {"run": drafted.run.name, "job_id": job_id, "path": str(drafted.run.path)}
+        answer: dict[str, Any] = {"run": drafted.run.name, "job_id": job_id, "path": str(drafted.run.path)}
         answer |= {"site": file.site.name, "nodes": request.nodes, "spares": request.spares}
         answer |= {"ranks": file.world, "time": request.time.slurm(), "notes": drafted.notes}
         click.echo(json.dumps(answer))
@@ -124,9 +124,8 @@ def _show_submitted(drafted: Draft, job_id: str, why: str, as_json: bool) -> Non
     click.echo(f"run      {drafted.run.name}")
     click.echo(f"job      {job_id} on site {file.site.name} ({why})")
     spares = f" and {request.spares} spare" if request.spares else ""
-    click.echo(
-        f"size     {request.nodes} nodes{spares} x {request.ranks_per_node} ranks, limit {request.time.words()}"
-    )
+    size = f"{request.nodes} nodes{spares} x {request.ranks_per_node} ranks"
+    click.echo(f"size     {size}, limit {request.time.words()}")
     click.echo(f"in       {drafted.run.path}")
     for note in drafted.notes:
         click.echo(note)

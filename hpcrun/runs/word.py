@@ -81,7 +81,7 @@ def local_process(run: RunDir, job_id: str) -> psutil.Process | None:
     """The controller of a local job; None when it has ended, or its pid is another's by now."""
     try:
         process = psutil.Process(int(job_id))
-        ours = True and process.status() != psutil.STATUS_ZOMBIE
+        ours = str(run.job) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
     except (ValueError, psutil.Error):
         return None
     return process if ours else None

@@ -77,22 +77,22 @@ def test_a_run_is_followed_cancelled_resumed_and_ends(cluster: Cluster, login: L
     assert (told["run"], told["slurm"], told["slurm_state"]) == (run.name, "ok", "RUNNING")
     assert (len(told["nodes"]), told["attempts"]) == (2, 1)
     assert run.name in login("ls").stdout
-    assert "is RUNNING; cancel it first" in login("resume", "life", code=2).stderr
+    assert "is RUNNING; cancel it first" in login("resume", run.name, code=2).stderr
 
     login("cancel", told["job_id"])
     first = login.wait_for(run, "cancelled")["job_id"]
     wait_until(lambda: cluster.job(first)["JobState"] == "CANCELLED", 30, lambda: str(cluster.job(first)))
 
-    resumed = login.json("resume", "life", "--time", "20m")
+    resumed = login.json("resume", run.name, "--time", "20m")
     assert resumed["path"] == str(run.path) and resumed["job_id"] != first
     assert cluster.job(resumed["job_id"])["TimeLimit"] == "00:20:00"
     login.wait_for(run, "running")
     cluster.run(["touch", str(run.path / "enough")])
     told = login.wait_for(run, "completed")
     assert (told["job_id"], told["attempts"]) == (resumed["job_id"], run.last_attempt())
-    shown = login("logs", "-f", "life", "--rank", "3").stdout
+    shown = login("logs", "-f", run.name, "--rank", "3").stdout
     assert shown == f"attempt {run.last_attempt()}\n"
-    assert "has completed" in login("resume", "life", code=2).stderr
+    assert "has completed" in login("resume", run.name, code=2).stderr
 
 
 def test_a_job_that_waits_is_queued_and_can_be_cancelled(cluster: Cluster, login: LoginNode) -> None:
@@ -100,12 +100,25 @@ def test_a_job_that_waits_is_queued_and_can_be_cancelled(cluster: Cluster, login
     login.wait_for(runs[0], "running")
     told = login.wait_for(runs[1], "queued")
     assert told["reason"] in ("Resources", "Priority")
-    assert "is queued" in login("logs", "second").stderr
-    login("cancel", "second")
+    assert "is queued" in login("logs", runs[1].name).stderr
+    login("cancel", runs[1].name)
     login.wait_for(runs[1], "cancelled")
-    login("cancel", "first", "--save")
+    login("cancel", runs[0].name, "--save")
     login.wait_for(runs[0], "cancelled")
-    assert "saved" in login("logs", "first", "--rank", "0").stdout
+    assert "saved" in login("logs", runs[0].name, "--rank", "0").stdout
+
+
+def test_a_job_that_slurm_does_not_know_is_unknown_not_finished(cluster: Cluster, login: LoginNode) -> None:
+    run = login.submit("forgotten", nodes=1)
+    login.wait_for(run, "running")
+    login("cancel", run.name)
+    login.wait_for(run, "cancelled")
+    (run.control / "STOP").unlink()
+    log = JsonLines(run.job / "jobs.jsonl")
+    log.write(time=time.time(), job_id="999999", kind="slurm")
+    log.close()
+    told = login.json("status", run.name)
+    assert (told["state"], told["slurm"], told["job_id"]) == ("unknown", "unknown job", "999999")
 
 
 def test_while_the_controller_is_down_nothing_is_taken_for_ended(cluster: Cluster, login: LoginNode) -> None:
@@ -124,16 +137,3 @@ def test_while_the_controller_is_down_nothing_is_taken_for_ended(cluster: Cluste
     finally:
         cluster.start_controller()
     login.wait_for(run, "cancelled")
-
-
-def test_a_job_that_slurm_does_not_know_is_unknown_not_finished(cluster: Cluster, login: LoginNode) -> None:
-    run = login.submit("forgotten", nodes=1)
-    login.wait_for(run, "running")
-    login("cancel", "forgotten")
-    login.wait_for(run, "cancelled")
-    (run.control / "STOP").unlink()
-    log = JsonLines(run.job / "jobs.jsonl")
-    log.write(time=time.time(), job_id="999999", kind="slurm")
-    log.close()
-    told = login.json("status", "forgotten")
-    assert (told["state"], told["slurm"], told["job_id"]) == ("unknown", "unknown job", "999999")

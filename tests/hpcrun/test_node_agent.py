@@ -17,7 +17,7 @@ import pytest
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_REQUEUE, EXIT_STOP, RunDir, read_json_lines
 from hpcrun.runs.runfile import RunFile, Versions, run_file_text
-from hpcrun.sites.model import Site
+from hpcrun.sites.model import Scheduler, Site
 
 RANKS = 3
 
@@ -38,7 +38,7 @@ def make_run(folder: Path, script: str, **fields: Any) -> RunDir:
         working_dir=str(folder),
         nodes=1,
         ranks_per_node=RANKS,
-        site=Site(name="local", scheduler={"kind": "local"}),
+        site=Site(name="local", scheduler=Scheduler(kind="local")),
         recipe=Recipe.model_validate(recipe),
         **fields,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrun.manifest import read_manifest
+from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, RunDir, read_json_lines
 from tests.ranks import RankFailed, run_ranks
 from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
@@ -18,7 +20,7 @@ LAYOUT = {"tp": 2, "pp": 2}
 EIGHT = {"steps": 8}
 
 
-def events(out: Path, name: str) -> list[dict]:
+def events(out: Path, name: str) -> list[dict[str, Any]]:
     found = [event for path in sorted((out / "events").iterdir()) for event in read_json_lines(path)]
     return [event for event in found if event["event"] == name]
 
@@ -31,7 +33,7 @@ def straight(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tup
     return curve(out)
 
 
-def eight(tokens: Path):
+def eight(tokens: Path) -> Recipe:
     return recipe(tokens, parallel=LAYOUT, train=EIGHT, model={"dropout": 0.1}, checkpoint={"every": 3})
 
 
@@ -47,7 +49,7 @@ def stop_after(step: int, rank: int, signum: int) -> None:
     Trainer._train_step = stepping  # type: ignore[method-assign]
 
 
-def train_and_signal(wanted, out: str, step: int, rank: int, signum: int) -> int:
+def train_and_signal(wanted: Recipe, out: str, step: int, rank: int, signum: int) -> int:
     stop_after(step, rank, signum)
     return train_here(wanted, Path(out))
 
@@ -110,7 +112,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_key(tokens: Path, tmp_path:
         run_ranks(1, train_on, recipe(tokens, model={"hidden": 48}), str(tmp_path))
 
 
-def train_with_small_files(wanted, out: str, limit: int) -> int:
+def train_with_small_files(wanted: Recipe, out: str, limit: int) -> int:
     """A limit on file sizes stands in for a full disk: write(2) fails with EFBIG instead of ENOSPC."""
     import resource
 
@@ -142,7 +144,16 @@ def test_metrics_hold_what_readers_rely_on(tokens: Path, tmp_path: Path) -> None
     run_ranks(2, train_on, recipe(tokens, parallel={"pp": 2}), str(tmp_path))
     lines = list(read_json_lines(tmp_path / "metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[-1].keys() >= {"time", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"}
+    assert lines[-1].keys() >= {
+        "time",
+        "attempt",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "step_s",
+    }
     assert lines[-1]["tokens"] == 4 * 16 * 16
 
 

@@ -51,7 +51,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's values as bytes, copied to the host if need be."""
     flat = tensor.detach().contiguous().reshape(-1).cpu()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def lengths(box: Box) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrun.manifest import MANIFEST, File, Manifest, Piece, Tensor, checkpoints_newest_first
+from hpcrun.manifest import MANIFEST, File, Manifest, Piece, Tensor, checkpoints_newest_first, manifest_text
 from hpcrun.records import (
     RunDir,
     checkpoint_name,
@@ -201,7 +201,7 @@ def _commit(
         files=files,
         tensors=tensors,
     )
-    replace_text(folder / MANIFEST, manifest.model_dump_json())
+    replace_text(folder / MANIFEST, manifest_text(manifest))
     sync_folder(run.checkpoints)
     return {"bytes": manifest.bytes}
 

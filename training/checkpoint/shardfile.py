@@ -86,7 +86,7 @@ def _write_frame(path: Path, tensors: list[LocalTensor]) -> list[int]:
         for tensor in tensors:
             box = ",".join(f"{start}-{stop}" for start, stop in tensor.box) or "scalar"
             dataset = file.create_dataset(
-                f"{tensor.name}/{box}", lengths(tensor.box), STORED_AS[tensor.data.dtype], dcpl=create
+                f"{tensor.name}/{box}", lengths(tensor.box) or (1,), STORED_AS[tensor.data.dtype], dcpl=create
             )
             dataset.attrs["torch_dtype"] = dtype_name(tensor.data)
             dataset.attrs["whole_shape"] = list(tensor.shape)

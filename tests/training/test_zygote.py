@@ -1,0 +1,130 @@
+"""The warm parent: forks ranks with their own environment, log and death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcrun.records import EXIT_STOP
+
+
+class Parent:
+    """A running zygote and its conversation."""
+
+    def __init__(self, cwd: Path, env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "training.zygote"],
+            cwd=cwd,
+            env=os.environ | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        heard: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return heard
+
+    def spawn(self, rank: int, log: Path, **env: str) -> None:
+        assert self.process.stdin is not None
+        request = {"op": "spawn", "rank": rank, "env": env, "log": str(log), "cwd": str(log.parent)}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
+    """A zygote started in a folder whose files have the names of packages that it needs."""
+    cwd = tmp_path_factory.mktemp("user")
+    for name in ("numpy.py", "secrets.py", "json.py", "hpcrun.py"):
+        (cwd / name).write_text("raise SystemExit('the wrong file')\n")
+    (cwd / "training").mkdir()
+    (cwd / "training" / "__init__.py").write_text("raise SystemExit('the wrong package')\n")
+    started = Parent(cwd, {"OMP_NUM_THREADS": "1"})
+    assert started.hear() == {"event": "ready", "pid": started.process.pid}
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 30
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, path.read_text() if path.exists() else f"no {path}"
+        time.sleep(0.02)
+
+
+def test_a_rank_without_its_place_says_which_variable_is_missing(parent: Parent, tmp_path: Path) -> None:
+    """Field report: local-rank-missing-makes-many-rank0."""
+    log = tmp_path / "log"
+    environment = {"HPCRUN_RUN_DIR": str(tmp_path), "HPCRUN_CLAIM": "c", "HPCRUN_ATTEMPT": "1", "RANK": "0"}
+    parent.spawn(0, log, **environment)
+    spawned, exited = parent.hear(), parent.hear()
+    assert (spawned["event"], exited["event"]) == ("spawned", "exited")
+    assert (exited["rank"], exited["pid"], exited["code"]) == (0, spawned["pid"], EXIT_STOP)
+    assert log.read_text() == "hpcrun: LOCAL_RANK is not set: start ranks with hpcrun submit or torchrun\n"
+
+
+def waiting_rank(parent: Parent, folder: Path) -> psutil.Process:
+    """A rank of two that waits for the other at the rendezvous."""
+    (folder / "run.yaml").write_text("recipe: {train: {device: cpu}}\n")
+    environment = {"HPCRUN_RUN_DIR": str(folder), "HPCRUN_CLAIM": "c", "HPCRUN_ATTEMPT": "1"}
+    environment |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    parent.spawn(1, folder / "log", **environment, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    spawned = parent.hear()
+    assert spawned["event"] == "spawned"
+    return psutil.Process(spawned["pid"])
+
+
+def test_a_killed_rank_is_reported_with_its_signal(parent: Parent, tmp_path: Path) -> None:
+    rank = waiting_rank(parent, tmp_path)
+    rank.kill()
+    exited = parent.hear()
+    assert (exited["code"], exited["signal"], exited["pid"]) == (None, signal.SIGKILL, rank.pid)
+
+
+def test_signals_before_the_trainer_listens_do_not_kill_a_rank(parent: Parent, tmp_path: Path) -> None:
+    """Field report: preempted-again-before-first-save."""
+    rank = waiting_rank(parent, tmp_path)
+    for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
+        rank.send_signal(signum)
+    assert rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    os.killpg(rank.pid, signal.SIGKILL)
+    assert parent.hear()["signal"] == signal.SIGKILL
+
+
+def test_ranks_die_with_their_parent_and_when_the_agent_leaves(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, {})
+    parent.hear()
+    ranks = [waiting_rank(parent, tmp_path), waiting_rank(parent, tmp_path)]
+    assert parent.process.stdin is not None
+    parent.process.stdin.close()
+    assert parent.process.wait(timeout=30) == 0
+    gone, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+
+
+def test_a_training_package_of_the_users_on_pythonpath_is_refused(tmp_path: Path) -> None:
+    """Field report: launcher-overrides-pythonpath."""
+    import training
+
+    for path in Path(training.__file__).parent.rglob("*.py"):
+        copy = tmp_path / "training" / path.relative_to(Path(training.__file__).parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    parent = Parent(tmp_path, {"PYTHONPATH": str(tmp_path)})
+    _, errors = parent.process.communicate(timeout=60)
+    assert parent.process.returncode == 2
+    assert errors.startswith("hpcrun: the package training in") and errors.count("\n") == 1
