@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-import hpcrun
+import hpcrun.records
 import training
 from training.exit import leave
 from training.train import main_from_environment
@@ -64,7 +64,6 @@ class Zygote:
     def _spawn(self, request: dict[str, Any]) -> None:
         pid = os.fork()
         if pid == 0:
-            os.close(self._requests)
             os.close(self._reports)
             become_rank(request)
         os.setpgid(pid, pid)

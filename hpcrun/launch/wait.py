@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hpcrun.errors import UserError
 from hpcrun.records import RunDir
-from hpcrun.runs.status import ENDED, run_status
+from hpcrun.runs.status import ENDED, UNKNOWN, run_status
 from hpcrun.slurm.control import start_now
 from hpcrun.slurm.query import job_info
 
@@ -26,7 +26,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], object] | None) -> str:
         if status.state != last and say:
             say(f"{time.strftime('%H:%M:%S')}  {status.state}  step {status.step} of {status.total_steps}")
         last = status.state
-        if last in ENDED:
+        if last in ENDED or (last == UNKNOWN and status.slurm != "silent"):
             return last
         if status.job_id and last == "requeued":
             _lift_wait(status.job_id)

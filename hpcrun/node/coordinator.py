@@ -8,6 +8,7 @@ all ranks, replace a lost node by a spare, or give the job back to Slurm.
 from __future__ import annotations
 
 import enum
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -272,7 +273,8 @@ class Coordinator:
         reason = f"rank {rank} on {host} ended by {how}"
         if status == EXIT_STOP:
             self._finish(EXIT_DONE if self._journal.superseded() else EXIT_STOP, reason)
-        elif self._save_reason:
+        elif self._save_reason or signum == signal.SIGTERM:
+            # Slurm's own SIGTERM goes to every process of the job, the agents' may come later.
             self._finish(EXIT_REQUEUE, reason)
         elif self._restarts >= self._policy.max_restarts:
             self._finish(status, f"{reason}; {self._restarts} restarts were allowed and used")

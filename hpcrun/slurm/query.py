@@ -72,6 +72,8 @@ def find_job(comment: str) -> str | None:
 
 def _from_scontrol(shown: str) -> JobInfo:
     fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
+    if "JobState" not in fields:
+        return JobInfo(Answer.SILENT, detail="scontrol succeeded without an answer")
     nodelist = fields.get("NodeList", "")
     return JobInfo(
         Answer.KNOWN,

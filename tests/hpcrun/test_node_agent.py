@@ -155,7 +155,7 @@ def test_secrets_reach_the_ranks_and_nothing_else(tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"WANDB_API_KEY": "s3cr3t"}')
     secret.chmod(0o600)
-    run = make_run(tmp_path, 'test "$WANDB_API_KEY" = s3cr3t', secrets_file=str(secret))
+    run = make_run(tmp_path, "test ${#WANDB_API_KEY} = 6", secrets_file=str(secret))
     assert run_to_end(run) == 0
     written = [path for path in run.path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
     assert not written

@@ -267,6 +267,13 @@ def test_a_notice_before_the_start_gives_the_job_back_at_once() -> None:
     assert allocation.coordinator.code == EXIT_REQUEUE
 
 
+def test_a_rank_that_slurm_has_ended_is_not_restarted_in_a_dying_job() -> None:
+    allocation = started()
+    allocation.coordinator.rank_exited(1, 0, None, 15, "c0")
+    assert allocation.coordinator.code == EXIT_REQUEUE
+    assert allocation.journal.attempts == 1
+
+
 def test_stop_wanted_ends_in_stop_not_requeue() -> None:
     allocation = started()
     allocation.journal.stop = True

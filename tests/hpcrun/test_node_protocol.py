@@ -44,6 +44,7 @@ def test_messages_arrive_whole_and_in_order_both_ways() -> None:
 def test_a_stranger_without_the_token_is_refused() -> None:
     server, client = pair(client_token=b"x" * 32)
     client.send({"n": 1})
+    server.poll()
     client.poll()
     with pytest.raises(ProtocolError, match="wrong signature"):
         received(server.poll)
