@@ -83,7 +83,7 @@ class Trainer:
             stopping = self._agree_to_stop()
             last = self.step == steps
             if stopping and not last:
-                self._event("save_requested", step=self.step)
+                self._event("stopping", step=self.step)
             if last or stopping or self.step % self.recipe.checkpoint.every == 0:
                 self._save(must=last or stopping)
             if stopping and not last:

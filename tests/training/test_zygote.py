@@ -112,7 +112,7 @@ def test_ranks_die_with_their_parent_and_when_the_agent_leaves(tmp_path: Path) -
     assert parent.process.stdin is not None
     parent.process.stdin.close()
     assert parent.process.wait(timeout=30) == 0
-    gone, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive
 
 
