@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,20 @@ Example:
 """
 
 
-@click.command(epilog=_EXAMPLE, context_settings={"ignore_unknown_options": False})
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [-- COMMAND...]")
+class _CommandAfterDashes(click.Command):
+    """Takes what stands after ``--`` for the user's own command, and leaves it alone."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
+
+
+@click.command(cls=_CommandAfterDashes, epilog=_EXAMPLE)
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
 @click.option("--site", help="Site name or file; default: $HPCRUN_SITE, else detected.")
 @click.option("--name", help="Name of the run; default: the recipe's.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes that train.")
@@ -40,15 +51,15 @@ Example:
 @click.option("--wait", is_flag=True, help="Wait for the end; exit 0 only if the run completed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def command(ctx: click.Context, words: tuple[str, ...], **options: Any) -> int:
+def command(ctx: click.Context, recipe: Path | None, **options: Any) -> int:
     """Submit a recipe, or a command of your own after --, as one job."""
     from hpcrun.launch.request import Options
     from hpcrun.launch.submit import draft, submit
     from hpcrun.sites.registry import find_site
 
     site, why = find_site(options["site"])
-    recipe = _recipe(words, options)
-    drafted = draft(recipe, site, Options(options["runs"], not options["no_snapshot"]))
+    wanted = _recipe(recipe, ctx.obj, options)
+    drafted = draft(wanted, site, Options(options["runs"], not options["no_snapshot"]))
     if options["dry_run"]:
         _show_draft(drafted, options["as_json"])
         return 0
@@ -62,12 +73,11 @@ def command(ctx: click.Context, words: tuple[str, ...], **options: Any) -> int:
     return 0 if state == "completed" else 1
 
 
-def _recipe(words: tuple[str, ...], options: dict[str, Any]) -> Recipe:
+def _recipe(file: Path | None, own_command: list[str], options: dict[str, Any]) -> Recipe:
     from hpcrun.config import parse_yaml
     from hpcrun.errors import UserError
     from hpcrun.recipe import load_recipe, recipe_from
 
-    file, own_command = _split_words(words, sys.argv)
     flags = {
         "name": "name",
         "nodes": "resources.nodes",
@@ -82,21 +92,10 @@ def _recipe(words: tuple[str, ...], options: dict[str, Any]) -> Recipe:
         sets.append(f"command={json.dumps(own_command)}")
     overrides = (*options["overrides"], *sets)
     if file is not None:
-        return load_recipe(Path(file), overrides)
+        return load_recipe(file, overrides)
     if not own_command:
         raise UserError("give a recipe file, or a command after --; see hpcrun submit --help")
     return recipe_from(parse_yaml("", "the command line"), overrides, Path.cwd())
-
-
-def _split_words(words: tuple[str, ...], argv: list[str]) -> tuple[str | None, list[str]]:
-    """(recipe file, command): what stands after ``--`` is the user's command."""
-    from hpcrun.errors import UserError
-
-    after = len(argv) - argv.index("--") - 1 if "--" in argv else 0
-    before = words[: len(words) - after]
-    if len(before) > 1:
-        raise UserError(f"one recipe file, not {len(before)}: {' '.join(before)}; a command stands after --")
-    return (before[0] if before else None), list(words[len(words) - after :])
 
 
 def _show_draft(drafted: Draft, as_json: bool) -> None:

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from hpcrun.recipe import Recipe
 from hpcrun.sites.model import Site
 
-SBATCH_KEEPS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TERM", "KRB5CCNAME")
-"""What sbatch sees of the caller's environment, besides SLURM_CONF."""
-
 
 @dataclass(frozen=True)
 class Export:
