@@ -112,7 +112,7 @@ def test_output_goes_to_the_run_directory_wherever_that_is(here: Path, name: str
     item = drafted(recipe(), site(), runs=here / name)
     (output,) = [option for option in options_of(item) if option.startswith("--output=")]
     (value,) = shlex.split(output.removeprefix("--output="))
-    assert value.replace("%%", "%") == f"{item.run.job}/slurm-%j.out"
+    assert value == f"{str(item.run.job).replace('%', '%%')}/slurm-%j.out"
 
 
 @pytest.mark.parametrize("name", ["line\nend", "tab\there", "both'\"quotes"])
