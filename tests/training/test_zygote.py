@@ -105,13 +105,16 @@ def test_signals_before_the_trainer_listens_do_not_kill_a_rank(parent: Parent, t
     assert parent.hear()["signal"] == signal.SIGKILL
 
 
-def test_ranks_die_with_their_parent_and_when_the_agent_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "left alone"])
+def test_ranks_die_with_their_parent_and_when_the_agent_leaves(tmp_path: Path, how: str) -> None:
     parent = Parent(tmp_path, {})
     parent.hear()
     ranks = [waiting_rank(parent, tmp_path), waiting_rank(parent, tmp_path)]
+    if how == "killed":
+        parent.process.kill()
     assert parent.process.stdin is not None
     parent.process.stdin.close()
-    assert parent.process.wait(timeout=30) == 0
+    assert parent.process.wait(timeout=30) == (-signal.SIGKILL if how == "killed" else 0)
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive
 
