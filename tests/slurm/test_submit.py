@@ -194,3 +194,17 @@ def test_a_killed_rank_is_replaced_within_the_allocation(cluster: Cluster, insta
     )
     assert "ended by signal 9" in events(run, "restarting")[0]["reason"]
     assert step_of(run) == 80
+
+
+def test_an_admin_continues_a_run_by_hand(cluster: Cluster, installed: Installed) -> None:
+    run = start(cluster, installed, RECIPE, "by-hand", "--set", "train.steps=40")
+    wait_for_step(run, 15)
+    cluster.run([*installed.hpcrun, "cancel", str(run.path)])
+    assert finish(cluster, installed, run)["state"] == "cancelled"
+    (run.control / "STOP").unlink()
+    script = installed.site_packages / "hpcrun" / "_data" / "sbatch_templates" / "by-hand.sbatch"
+    words = ["sbatch", "--parsable", "--nodes=2", "--time=10", str(script), str(run.path)]
+    job = cluster.run(words, cwd=run.path, env={"HPCRUN_PYTHON": str(installed.python)}).stdout.strip()
+    assert cluster.wait_state(job, ["COMPLETED", "FAILED"], 120)["JobState"] == "COMPLETED"
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, 41))
+    assert events(run, "training_started")[-1]["start_step"] >= 10
