@@ -7,13 +7,16 @@ and skip a torn last line.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ CLAIM = "claim.json"
 RESUMED = "resumed.json"
 STOP = "STOP"
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHECKPOINT = re.compile(r"step_(\d{8})\.a(\d{4})", re.ASCII)
 
 
@@ -146,19 +150,26 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
 class JsonLines:
     """Appends records to a file that this process alone writes; each line is one write.
 
-    Not-a-number and infinities become strings, because JSON has no word for them.
+    Not-a-number and infinities become strings, because JSON has no word for them. On a
+    full disk a line is lost, with a word on stderr: a record must not end what it records.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def write(self, **record: Any) -> None:
-        line = json.dumps(_plain(record), allow_nan=False) + "\n"
-        os.write(self._fd, line.encode())
+        line = ("\n" * self._torn + json.dumps(_plain(record), allow_nan=False) + "\n").encode()
+        try:
+            self._torn = os.write(self._fd, line) < len(line)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            with suppress(OSError):  # the log that stderr goes to may lie on the same disk
+                print(f"hpcrun: {self._path}: a line is lost: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
         os.close(self._fd)

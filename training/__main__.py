@@ -36,7 +36,7 @@ def main() -> int:
         return 2
     timeout = timedelta(seconds=recipe.recovery.collective_timeout)
     if single:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        join(0, 1, device, timeout, dist.HashStore())
     else:
         join(number(os.environ, "RANK"), number(os.environ, "WORLD_SIZE"), device, timeout)
     return guarded(lambda: Trainer(recipe, under_torchrun(os.environ, arguments.out), device, stop).train())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hpcrun.errors import UserError
 from hpcrun.recipe import Recipe
 from hpcrun.records import RunDir, claim_attempt
+from training.parallel.exchange import broadcast_json
 
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -89,10 +90,12 @@ def choose_device(recipe: Recipe, local_rank: int) -> torch.device:
     return device
 
 
-def join(rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
-    """Join the default process group at MASTER_ADDR and MASTER_PORT."""
+def join(
+    rank: int, world: int, device: torch.device, timeout: timedelta, store: dist.Store | None = None
+) -> None:
+    """Join the default process group: by ``store``, or at MASTER_ADDR and MASTER_PORT."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def under_torchrun(environ: Mapping[str, str], out: Path) -> Launch:
@@ -102,19 +105,16 @@ def under_torchrun(environ: Mapping[str, str], out: Path) -> Launch:
     """
     rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     run = RunDir(out.resolve())
-    claimed = (0, "0")
+    claimed = None
     if rank == 0:
         run.path.mkdir(parents=True, exist_ok=True)
-        claimed = claim_attempt(run, job_id="torchrun", restart=0) or (0, "0")
-    message = torch.tensor([claimed[0], int(claimed[1], 16) >> 1])
-    dist.broadcast(message, 0)
-    attempt = int(message[0])
-    if attempt == 0:
+        claimed = claim_attempt(run, job_id="torchrun", restart=0)
+    claimed = broadcast_json(claimed)
+    if claimed is None:
         raise UserError(f"{out}: another process claimed the next attempt at this moment; start once")
-    claim = claimed[1] if rank == 0 else ""
-    return Launch(
-        rank, int(environ.get("LOCAL_RANK", "0")), world, run, attempt, claim, run.path / "metrics.jsonl"
-    )
+    attempt, claim = claimed
+    local_rank = int(environ.get("LOCAL_RANK", "0"))
+    return Launch(rank, local_rank, world, run, attempt, claim, run.path / "metrics.jsonl")
 
 
 def alone(environ: Mapping[str, str]) -> bool:

@@ -39,10 +39,13 @@ def main() -> int:
         place = placement(os.environ)
         return _serve(run, file, place, notices)
     except UserError as error:
-        print(f"hpcrun: {error}", file=sys.stderr)
-        if place and place.index == 0:
-            write_result(run, place, EXIT_STOP)
-        return EXIT_STOP
+        reason = str(error)
+    except OSError as error:
+        reason = f"{error.filename or run.path}: {error.strerror or error}"
+    print(f"hpcrun: {reason}", file=sys.stderr)
+    if place and place.index == 0:
+        write_result(run, place, EXIT_STOP)
+    return EXIT_STOP
 
 
 def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -142,3 +144,23 @@ def test_replace_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         replace_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_costs_lines_but_neither_the_writer_nor_later_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on file sizes stands in for the full disk: the first write is cut, the next ones fail."""
+    log = JsonLines(tmp_path / "log")
+    log.write(n=1)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, before[1]))
+    try:
+        log.write(n=2)
+        log.write(n=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    log.write(n=4)
+    assert [record["n"] for record in read_json_lines(tmp_path / "log")] == [1, 4]
+    assert "log: a line is lost: File too large" in capsys.readouterr().err

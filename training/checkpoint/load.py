@@ -22,9 +22,9 @@ from hpcrun.manifest import (
     read_manifest,
 )
 from hpcrun.records import RESUMED, RunDir, read_json_lines
-from training.checkpoint.exchange import broadcast_json, gather_json, rank_of_job, ranks_in_job
 from training.checkpoint.local import DTYPES, LocalTensor, lengths, overlap, volume, within
 from training.checkpoint.shardfile import block_hash, hash_frame
+from training.parallel.exchange import broadcast_json, gather_json, rank_of_job, ranks_in_job
 
 RNG = "rng/"
 

@@ -20,9 +20,9 @@ from hpcrun.records import (
     sync_folder,
 )
 from hpcrun.units import show_bytes
-from training.checkpoint.exchange import broadcast_json, gather_json, rank_of_job
 from training.checkpoint.local import LocalTensor, dtype_name, overlap, volume
 from training.checkpoint.shardfile import write_shard
+from training.parallel.exchange import broadcast_json, gather_json, rank_of_job
 
 
 class SaveError(Exception):
