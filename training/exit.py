@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ def leave(code: int) -> NoReturn:
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_REQUEUE):
         dist.barrier()
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # the log may lie on a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

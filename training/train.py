@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -182,7 +182,8 @@ class Trainer:
             self._event("checkpoint_failed", step=self.step, reason=str(error))
             if must:
                 raise
-            print(f"hpcrun: step {self.step}: no checkpoint: {error}", file=sys.stderr)
+            with suppress(OSError):
+                print(f"hpcrun: step {self.step}: no checkpoint: {error}", file=sys.stderr)
             return
         self._event(
             "checkpoint_saved",
@@ -235,14 +236,16 @@ def guarded(run: Callable[[], int]) -> int:
     """Run a rank; an exit code for whatever happens, and its reason as the last line of the log."""
     try:
         return run()
-    except (UserError, Superseded) as error:
-        print(f"hpcrun: {error}", file=sys.stderr)
-        return EXIT_STOP
+    except (UserError, SaveError) as error:
+        code, reason = EXIT_STOP, str(error)
     except Exception as error:  # noqa: BLE001 - the reason must reach the log whatever it is
-        traceback.print_exc()
         place = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
-        print(f"hpcrun: {place}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        code, reason = 1, f"{place}: {type(error).__name__}: {error}"
+        with suppress(OSError):
+            traceback.print_exc()
+    with suppress(OSError):  # the log may lie on a full disk
+        print(f"hpcrun: {reason}", file=sys.stderr)
+    return code
 
 
 def recipe_of_run(document: Document) -> Recipe:

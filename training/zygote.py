@@ -65,7 +65,10 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             os.close(self._reports)
-            become_rank(request)
+            try:
+                become_rank(request)
+            finally:
+                os._exit(1)
         os.setpgid(pid, pid)
         self._ranks[pid] = request["rank"]
         self._report(event="spawned", rank=request["rank"], pid=pid)

@@ -122,9 +122,7 @@ def _show_submitted(drafted: Draft, job_id: str, why: str, as_json: bool) -> Non
         return
     click.echo(f"run      {drafted.run.name}")
     click.echo(f"job      {job_id} on site {file.site.name} ({why})")
-    spares = f" and {request.spares} spare" if request.spares else ""
-    size = f"{request.nodes} nodes{spares} x {request.ranks_per_node} ranks"
-    click.echo(f"size     {size}, limit {request.time.words()}")
+    click.echo(f"size     {request.size_words}, limit {request.time.words()}")
     click.echo(f"in       {drafted.run.path}")
     for note in drafted.notes:
         click.echo(note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from hpcrun.errors import UserError
 from hpcrun.layout import parameter_count
 from hpcrun.recipe import Recipe
 from hpcrun.records import RunDir
@@ -25,6 +26,21 @@ def kept_bytes(recipe: Recipe) -> int:
     saves = -(-recipe.train.steps // recipe.checkpoint.every)
     kept = saves if recipe.checkpoint.keep is None else min(saves, recipe.checkpoint.keep + 1)
     return checkpoint_bytes(recipe) * kept
+
+
+def data_notes(recipe: Recipe) -> list[str]:
+    """A warning where the data cannot be seen from here.
+
+    Raises:
+        UserError: the trainer would find no data at all.
+    """
+    if recipe.command:
+        return []
+    if recipe.data.path is None:
+        raise UserError("data.path is not set; make a token file with python -m training.data.prepare")
+    if not Path(recipe.data.path).exists():
+        return [f"warning: data.path {recipe.data.path} is not visible from this machine"]
+    return []
 
 
 def storage_notes(recipe: Recipe, site: Site, run: RunDir) -> list[str]:

@@ -38,6 +38,13 @@ class Request:
     account: str | None
     qos: str | None
 
+    @property
+    def size_words(self) -> str:
+        """``2 nodes and 1 spare x 4 ranks``."""
+        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        spares = f" and {self.spares} spare" if self.spares else ""
+        return f"{nodes}{spares} x {self.ranks_per_node} rank{'s' * (self.ranks_per_node != 1)}"
+
 
 def make_request(recipe: Recipe, site: Site) -> Request:
     """Resolve recipe against site and check the site's limits and the layout.

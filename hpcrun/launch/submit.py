@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcrun.errors import UserError
 from hpcrun.launch.environment import Export, job_environment
-from hpcrun.launch.estimate import storage_notes
+from hpcrun.launch.estimate import data_notes, storage_notes
 from hpcrun.launch.render import batch_script, job_comment
 from hpcrun.launch.request import Options, Request, make_request, request_of
 from hpcrun.recipe import Recipe
@@ -57,6 +57,7 @@ def draft(recipe: Recipe, site: Site, options: Options) -> Draft:
         UserError: whatever would fail later and can be seen now.
     """
     request = make_request(recipe, site)
+    notes = data_notes(recipe)
     run = new_run(runs_folder(site, options.runs), recipe.name)
     tree = find_tree(Path.cwd()) if options.snapshot else None
     values = collect_secrets(recipe.secrets, os.environ)
@@ -69,7 +70,7 @@ def draft(recipe: Recipe, site: Site, options: Options) -> Draft:
         tree=tree,
         secrets_file=secrets_path(run.name) if values else None,
     )
-    return Draft(run, file, request, tree, values, storage_notes(recipe, site, run))
+    return Draft(run, file, request, tree, values, notes + storage_notes(recipe, site, run))
 
 
 def submit(drafted: Draft) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ def main() -> int:
         reason = str(error)
     except OSError as error:
         reason = f"{error.filename or run.path}: {error.strerror or error}"
-    print(f"hpcrun: {reason}", file=sys.stderr)
-    if place and place.index == 0:
-        write_result(run, place, EXIT_STOP)
+    with suppress(OSError):  # the run's disk may be full
+        print(f"hpcrun: {reason}", file=sys.stderr)
+        if place and place.index == 0:
+            write_result(run, place, EXIT_STOP)
     return EXIT_STOP
 
 

@@ -269,7 +269,7 @@ def _silence(run: RunDir, attempt: int, events: list[Event]) -> _Cause:
     signs = [float(event["time"]) for event in events]
     line = last_line(run.metrics(attempt))
     signs += [float(line["time"])] if line else []
-    signs += [float(read_claim(run, attempt).get("time", 0.0))]
+    signs += [float(read_claim(run, attempt).get("time", 0.0)), run.attempt(attempt).stat().st_mtime]
     return _Cause("requeue", f"attempt {attempt} ended without a word", max(signs))
 
 

@@ -24,6 +24,7 @@ from hpcrun.runs.snapshot import find_tree
 from hpcrun.sites.model import Site
 
 COMMAND: dict[str, Any] = {"command": ["true"]}
+TRAINER = Recipe.model_validate({"data": {"path": "/no/such/tokens.bin"}})
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -182,7 +183,7 @@ def test_no_requeue_where_the_site_forbids_it(here: Path) -> None:
     item = drafted(recipe(), site(scheduler={"requeue_allowed": False}))
     assert "--no-requeue" in options_of(item) and "max_requeues=0" in item.script
     assert "max_requeues=0" in drafted(recipe(), site()).script
-    assert "max_requeues=20" in drafted(Recipe(), site()).script
+    assert "max_requeues=20" in drafted(TRAINER, site()).script
 
 
 def test_a_draft_touches_nothing(here: Path) -> None:
@@ -314,6 +315,13 @@ def test_runs_go_where_the_user_or_the_site_says(here: Path, monkeypatch: pytest
 def test_size_quota_and_purge_are_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     where = site(filesystem={"purge_days": 14, "quota_bytes": 10}, node={"ranks": 1})
-    notes = " ".join(drafted(Recipe(), where).notes)
+    notes = " ".join(drafted(TRAINER, where).notes)
     assert "checkpoints take" in notes and "deletes files untouched for 14 days" in notes
     assert "the quota of s is 10 B" in notes and "is under your home" in notes
+
+
+def test_data_is_looked_for_before_anything_queues(here: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path is not set"):
+        drafted(Recipe(), site())
+    assert "/no/such/tokens.bin is not visible from this machine" in " ".join(drafted(TRAINER, site()).notes)
+    assert not [note for note in drafted(recipe(), site()).notes if "data.path" in note]

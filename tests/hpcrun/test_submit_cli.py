@@ -26,7 +26,9 @@ def dry(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def test_options_win_over_the_recipe(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("name: a\nresources: {nodes: 1, time: 1h, partition: low}\n")
+    (tmp_path / "r.yaml").write_text(
+        "name: a\ndata: {path: x}\nresources: {nodes: 1, time: 1h, partition: low}\n"
+    )
     words = [
         "r.yaml",
         "--name",

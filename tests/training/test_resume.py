@@ -11,9 +11,11 @@ import pytest
 
 from hpcrun.manifest import read_manifest
 from hpcrun.recipe import Recipe
-from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, RunDir, read_json_lines
+from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RunDir, read_json_lines
 from tests.ranks import RankFailed, run_ranks
 from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
+from training import train
+from training.checkpoint.save import SaveError
 from training.train import Trainer
 
 LAYOUT = {"tp": 2, "pp": 2}
@@ -137,6 +139,23 @@ def test_a_save_that_fails_on_one_rank_ends_neither_run_nor_older_checkpoints(
     (failed,) = events(tmp_path, "checkpoint_failed")
     assert failed["step"] == 2
     assert "rank 1 on " in failed["reason"] and "rank00001.h5" in failed["reason"]
+
+
+def train_without_room(wanted: Recipe, out: str) -> int:
+    """Every save fails."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise SaveError("rank 0 on here: no room")
+
+    train.save_checkpoint = fail  # type: ignore[assignment]
+    return train.guarded(lambda: train_here(wanted, Path(out)))
+
+
+def test_a_last_save_that_fails_stops_the_run_instead_of_repeating_it(tokens: Path, tmp_path: Path) -> None:
+    assert (
+        run_ranks(2, train_without_room, recipe(tokens, parallel={"tp": 2}), str(tmp_path)) == [EXIT_STOP] * 2
+    )
+    assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [2, 4]
 
 
 def test_metrics_hold_what_readers_rely_on(tokens: Path, tmp_path: Path) -> None:

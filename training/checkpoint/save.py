@@ -219,7 +219,7 @@ def coverage_problem(name: str, tensor: Tensor) -> str | None:
 
 def _reason(path: Path, error: OSError) -> str:
     text = f"{path}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
         text += f" ({show_bytes(free)} free): delete old checkpoints, or lower checkpoint.keep"
     return text

@@ -7,6 +7,7 @@ h5ls, h5py and numpy.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 import h5py
 import xxhash
 
+from hpcrun.errors import one_line
 from hpcrun.manifest import HASH_BLOCK
 from training.checkpoint.local import STORED_AS, LocalTensor, dtype_name, lengths, raw_bytes
 
@@ -70,6 +72,16 @@ def block_hash(block: bytes | memoryview) -> str:
 
 
 def _write_frame(path: Path, tensors: list[LocalTensor]) -> list[int]:
+    """Lay out the file; returns each tensor's offset. libhdf5's own errors become OSError."""
+    try:
+        return _frame(path, tensors)
+    except (OSError, RuntimeError, ValueError) as error:
+        if "No space" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise OSError(errno.EIO, one_line(str(error))) from error
+
+
+def _frame(path: Path, tensors: list[LocalTensor]) -> list[int]:
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_layout(h5py.h5d.CONTIGUOUS)
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
