@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from hpcrun.errors import UserError
-from hpcrun.node.agent import Agent, Notices
+from hpcrun.node.agent import Agent, Duty, Notices
 from hpcrun.node.coordinator import Coordinator, Policy
 from hpcrun.node.environment import base_environment
 from hpcrun.node.journal import RunJournal
@@ -64,19 +64,8 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
             address = _interface_address(file.site.rendezvous.interface)
             server = Server(listen(address, place.coordinator_ports()), file.run, token, coordinator)
         launcher = _launcher(run, file, place, environment)
-        agent = Agent(
-            run,
-            file,
-            place,
-            token,
-            launcher,
-            journal,
-            notices,
-            server,
-            environment,
-            _lead_begins(file, place),
-            GiveBack(place, journal).as_survivor,
-        )
+        duty = Duty(run, file, place, token, environment, _lead_begins(file, place))
+        agent = Agent(duty, launcher, journal, notices, server, GiveBack(place, journal).as_survivor)
         code = agent.run()
         if server:
             write_result(run, place, code)
@@ -94,6 +83,10 @@ def _launcher(run: RunDir, file: RunFile, place: Placement, environment: dict[st
 
 def _policy(file: RunFile, place: Placement) -> Policy:
     recovery = file.recipe.recovery
+    if len(place.nodes) < file.nodes:
+        raise UserError(
+            f"this job has {len(place.nodes)} nodes, the run needs {file.nodes}: give sbatch --nodes"
+        )
     return Policy(
         nodes=file.nodes,
         spares=len(place.nodes) - file.nodes,

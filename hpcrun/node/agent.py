@@ -56,35 +56,42 @@ class _Work:
     stop_reported: bool = False
 
 
+@dataclass(frozen=True)
+class Duty:
+    """What an agent has to do, and where."""
+
+    run: RunDir
+    file: RunFile
+    place: Placement
+    token: bytes
+    environment: dict[str, str]
+    """Of every rank, before its place is added."""
+    lead_begins: float | None
+    """Wall-clock time at which the run must save because the limit is near."""
+
+
 class Agent:
     """Runs until the coordinator says how the job ends, or is silent for too long."""
 
     def __init__(
         self,
-        run: RunDir,
-        file: RunFile,
-        place: Placement,
-        token: bytes,
+        duty: Duty,
         launcher: Launcher,
         journal: RunJournal,
         notices: Notices,
         server: Server | None,
-        base_environment: dict[str, str],
-        lead_begins: float | None,
         give_back: Callable[[], bool],
     ) -> None:
-        self._run = run
-        self._file = file
-        self._place = place
-        self._token = token
+        self._run, self._file, self._place = duty.run, duty.file, duty.place
+        self._token = duty.token
+        self._environment = duty.environment
+        self._lead_begins = duty.lead_begins
         self._launcher = launcher
         self._journal = journal
         self._notices = notices
         self._server = server
-        self._environment = base_environment
-        self._lead_begins = lead_begins
         self._give_back = give_back
-        self._timeout = file.recipe.recovery.node_timeout
+        self._timeout = self._file.recipe.recovery.node_timeout
         self._lease = Lease(self._timeout / 2, launcher.kill)
         self._channel: Channel | None = None
         self._incarnation = ""

@@ -36,7 +36,7 @@ def make_run(folder: Path, script: str, **fields: Any) -> RunDir:
         versions=Versions(schema=1, hpcrun="0", python="3"),
         interpreter=sys.executable,
         working_dir=str(folder),
-        nodes=1,
+        nodes=fields.pop("nodes", 1),
         ranks_per_node=RANKS,
         site=Site(name="local", scheduler=Scheduler(kind="local")),
         recipe=Recipe.model_validate(recipe),
@@ -170,6 +170,16 @@ def test_a_secrets_file_that_others_may_read_is_refused_in_one_line(tmp_path: Pa
     _, errors = process.communicate(timeout=30)
     assert process.returncode == EXIT_STOP
     assert errors == f"hpcrun: {secret}: others may read this secrets file; chmod 600 it\n"
+
+
+def test_a_job_that_is_too_small_is_refused_in_one_line_not_requeued(tmp_path: Path) -> None:
+    """Field report: world-product; an admin may submit by hand with the wrong --nodes."""
+    run = make_run(tmp_path, "true", nodes=2)
+    process = agent(run)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_STOP
+    assert errors == "hpcrun: this job has 1 nodes, the run needs 2: give sbatch --nodes\n"
+    assert (run.job / f"exit-{os.getpid()}-0").read_text() == f"{EXIT_STOP}\n"
 
 
 def _alive(pid: int) -> bool:
