@@ -36,9 +36,8 @@ def main() -> int:
     run = RunDir(parser.parse_args().run_dir.resolve())
     place = None
     try:
-        file = read_run_file(run)
         place = placement(os.environ)
-        return _serve(run, file, place, notices)
+        return _serve(run, read_run_file(run), place, notices)
     except UserError as error:
         reason = str(error)
     except OSError as error:

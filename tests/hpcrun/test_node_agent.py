@@ -182,6 +182,17 @@ def test_a_job_that_is_too_small_is_refused_in_one_line_not_requeued(tmp_path: P
     assert (run.job / f"exit-{os.getpid()}-0").read_text() == f"{EXIT_STOP}\n"
 
 
+def test_a_run_file_with_a_mistake_stops_the_job_instead_of_requeueing_it(tmp_path: Path) -> None:
+    """Field report: unknown-key, in a file that somebody edited while the job was queued."""
+    run = make_run(tmp_path, "true")
+    run.run_yaml.write_text(run.run_yaml.read_text().replace("ranks_per_node:", "ranks_pre_node:", 1))
+    process = agent(run)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_STOP
+    assert "unknown key 'ranks_pre_node'" in errors and errors.count("\n") == 1
+    assert (run.job / f"exit-{os.getpid()}-0").read_text() == f"{EXIT_STOP}\n"
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
