@@ -20,6 +20,8 @@ from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP
 
 _EXIT_GRACE = 60.0
 _SPARE_GRACE = 10.0
+_BLAME_GRACE = 1.0
+"""A killed rank takes its peers down by errors of their own, which may be reported first."""
 _LOOK_AROUND = 5.0
 """Seconds between looks into the run directory."""
 _SAVE_REMINDER = 2.0
@@ -85,6 +87,16 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that ended by an exit code of its own."""
+
+    rank: int
+    host: str
+    status: int
+    at: float
+
+
 @dataclass
 class _Attempt:
     number: int
@@ -94,6 +106,7 @@ class _Attempt:
     exits: dict[int, int] = field(default_factory=dict)
     """Rank -> exit code, 128 + n for signal n."""
     first_exit: float | None = None
+    failure: _Failure | None = None
 
 
 class Coordinator:
@@ -150,10 +163,13 @@ class Coordinator:
         status = code if code is not None else 128 + (signum or 0)
         current.exits[rank] = status
         current.first_exit = current.first_exit or self._clock()
-        if status not in (EXIT_DONE, EXIT_REQUEUE):
+        if status in (EXIT_DONE, EXIT_REQUEUE):
+            if len(current.exits) == self._world:
+                self._all_exited(current)
+        elif signum or status == EXIT_STOP:
             self._rank_failed(rank, host, status, signum)
-        elif len(current.exits) == self._world:
-            self._all_exited(current)
+        elif current.failure is None:
+            current.failure = _Failure(rank, host, status, self._clock())
 
     def stopped(self, node: int, attempt: int, port: int) -> None:
         """All ranks of this agent are gone."""
@@ -210,6 +226,10 @@ class Coordinator:
         if self._save_reason and self._clock() - self._save_told > _SAVE_REMINDER:
             self._save_told = self._clock()
             self._tell_members({"type": "save", "attempt": self._attempt.number})
+        failure = self._attempt.failure
+        if failure and self._clock() - failure.at > _BLAME_GRACE:
+            self._rank_failed(failure.rank, failure.host, failure.status, None)
+            return
         first = self._attempt.first_exit
         if first is not None and self._clock() - first > _EXIT_GRACE:
             left = sorted(set(range(self._world)) - set(self._attempt.exits))

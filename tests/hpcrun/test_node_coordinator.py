@@ -167,6 +167,14 @@ def test_a_dead_rank_restarts_all_ranks_as_a_new_attempt_after_all_have_stopped(
     assert "rank 3 on c1 ended by signal 9" in allocation.journal.reason("restarting")
 
 
+def test_the_killed_rank_is_blamed_not_the_peers_that_fail_because_of_it() -> None:
+    """Field report: oom-kill-named."""
+    allocation = started()
+    allocation.coordinator.rank_exited(1, 0, 1, None, "c0")
+    allocation.coordinator.rank_exited(1, 3, None, 9, "c1")
+    assert "rank 3 on c1 ended by signal 9" in allocation.journal.reason("restarting")
+
+
 def test_an_exit_of_an_earlier_attempt_changes_nothing() -> None:
     allocation = started()
     allocation.coordinator.rank_exited(1, 0, None, 9, "c0")
@@ -179,8 +187,10 @@ def test_restarts_are_bounded_and_the_last_exit_code_is_the_jobs() -> None:
     """Field report: success-subset: a failing rank is never a success of the others."""
     allocation = started(max_restarts=1)
     allocation.coordinator.rank_exited(1, 0, 7, None, "c0")
+    allocation.wait(2)
     allocation.confirm_stopped()
     allocation.coordinator.rank_exited(2, 0, 7, None, "c0")
+    allocation.wait(2)
     assert allocation.coordinator.code == 7
 
 
