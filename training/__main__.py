@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hpcrun.errors import UserError
 from hpcrun.recipe import load_recipe
+from hpcrun.records import EXIT_STOP
 from training.exit import leave
 from training.launch import alone, choose_device, join, number, under_torchrun
 from training.train import StopRequest, Trainer, guarded
@@ -39,7 +40,8 @@ def main() -> int:
         join(0, 1, device, timeout, dist.HashStore())
     else:
         join(number(os.environ, "RANK"), number(os.environ, "WORLD_SIZE"), device, timeout)
-    return guarded(lambda: Trainer(recipe, under_torchrun(os.environ, arguments.out), device, stop).train())
+    code = guarded(lambda: Trainer(recipe, under_torchrun(os.environ, arguments.out), device, stop).train())
+    return 2 if code == EXIT_STOP else code  # 86 is a word for hpcrun's agent, and none listens here
 
 
 if __name__ == "__main__":

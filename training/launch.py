@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,19 +103,30 @@ def under_torchrun(environ: Mapping[str, str], out: Path) -> Launch:
     """The launch of a rank that torchrun, or a plain shell for one rank, has started.
 
     Rank 0 claims the attempt in ``out``; the process group must have been joined.
+
+    Raises:
+        UserError: on every rank, when ``out`` cannot be written or another process was faster.
     """
     rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     run = RunDir(out.resolve())
-    claimed = None
-    if rank == 0:
-        run.path.mkdir(parents=True, exist_ok=True)
-        claimed = claim_attempt(run, job_id="torchrun", restart=0)
-    claimed = broadcast_json(claimed)
-    if claimed is None:
-        raise UserError(f"{out}: another process claimed the next attempt at this moment; start once")
-    attempt, claim = claimed
+    claimed = broadcast_json(_claim(run) if rank == 0 else None)
+    if "problem" in claimed:
+        raise UserError(claimed["problem"])
+    attempt, claim = claimed["attempt"], claimed["claim"]
     local_rank = int(environ.get("LOCAL_RANK", "0"))
     return Launch(rank, local_rank, world, run, attempt, claim, run.path / "metrics.jsonl")
+
+
+def _claim(run: RunDir) -> dict[str, Any]:
+    """The next attempt of ``run``, or what is in the way: the other ranks wait to hear it."""
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        claimed = claim_attempt(run, job_id="torchrun", restart=0)
+    except OSError as error:
+        return {"problem": f"--out {run.path}: cannot be written: {error.strerror}"}
+    if claimed is None:
+        return {"problem": f"{run.path}: another process claimed the next attempt at this moment; start once"}
+    return {"attempt": claimed[0], "claim": claimed[1]}
 
 
 def alone(environ: Mapping[str, str]) -> bool:

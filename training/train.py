@@ -51,7 +51,11 @@ class StopRequest:
 
 
 class Trainer:
-    """Model, optimizer, data and records of one rank."""
+    """Model, optimizer, data and records of one rank.
+
+    ``consumed`` counts samples of the endless order: it, not the step, is the place in the data,
+    because a resumed run may have another global batch.
+    """
 
     def __init__(self, recipe: Recipe, launch: Launch, device: torch.device, stop: StopRequest) -> None:
         self.recipe, self.launch, self.stop = recipe, launch, stop
@@ -68,7 +72,7 @@ class Trainer:
         self.runner = make_runner(self.stage, recipe, self.mesh, count)
         self.samples = Samples(recipe)
         self.random = RandomState(launch.rank, device)
-        self.step = 0
+        self.step = self.consumed = 0
         leads = launch.rank == 0
         logs = launch.rank == self.layout.logging_rank()
         self.events = JsonLines(launch.run.events(launch.attempt, "trainer")) if leads else None
@@ -114,6 +118,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.consumed += train.global_batch
         if loss is not None:
             self._log(
                 all_reduce_(loss, self.mesh.dp) / self.layout.dp, grad_norm, lr, time.monotonic() - began
@@ -122,7 +127,7 @@ class Trainer:
     def _next_tokens(self) -> torch.Tensor:
         """This data parallel rank's share of the next global batch."""
         share = self.recipe.train.global_batch // self.layout.dp
-        first = self.step * self.recipe.train.global_batch + self.mesh.at.dp * share
+        first = self.consumed + self.mesh.at.dp * share
         return self.samples.batch(first, share).to(self.mesh.device)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
@@ -143,7 +148,7 @@ class Trainer:
         tensors = local_tensors(self.parameters, self.optimizer, self.random)
         restored = restore(self.launch.run, self.recipe.model.model_dump(), tensors)
         if restored:
-            self.step = restored.step
+            self.step, self.consumed = restored.step, restored.state["samples"]
             set_step(self.optimizer, self.step)
             self.random.apply()
             for name, reason in restored.rejected:
@@ -173,7 +178,7 @@ class Trainer:
                 claim=launch.claim,
                 layout=asdict(self.layout),
                 model=self.recipe.model.model_dump(),
-                state={"step": self.step, "samples": self.step * self.recipe.train.global_batch},
+                state={"step": self.step, "samples": self.consumed},
                 tensors=local_tensors(self.parameters, self.optimizer, self.random),
             )
         except Superseded:
@@ -208,7 +213,7 @@ class Trainer:
             loss=float(loss),
             grad_norm=grad_norm,
             lr=lr,
-            tokens=self.step * tokens,
+            tokens=self.consumed * self.recipe.model.sequence,
             tokens_per_s=tokens / seconds,
             step_s=seconds,
         )

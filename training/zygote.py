@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Zygote:
             os.close(self._reports)
             try:
                 become_rank(request)
+            except BaseException:  # noqa: BLE001 - os._exit below would swallow the reason
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.setpgid(pid, pid)

@@ -55,6 +55,6 @@ def command(
         return
     click.echo(f"run      {run.name}, from step {resumed.from_step}")
     click.echo(f"job      {resumed.job_id} on site {file.site.name}")
-    click.echo(f"size     {request.size_words}, limit {request.time.words()}")
+    click.echo(f"size     {request.size_words}, time {request.time.words()}")
     click.echo(f"in       {run.path}")
     click.echo(f"follow   hpcrun status {run.name}   hpcrun logs -f {run.name}")

@@ -122,7 +122,7 @@ def _show_submitted(drafted: Draft, job_id: str, why: str, as_json: bool) -> Non
         return
     click.echo(f"run      {drafted.run.name}")
     click.echo(f"job      {job_id} on site {file.site.name} ({why})")
-    click.echo(f"size     {request.size_words}, limit {request.time.words()}")
+    click.echo(f"size     {request.size_words}, time {request.time.words()}")
     click.echo(f"in       {drafted.run.path}")
     for note in drafted.notes:
         click.echo(note)

@@ -6,6 +6,7 @@ which leaves the result file that ``submitit.Job.result()`` waits for.
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class SlurmRun(SlurmExecutor):
 
     def _submit_command(self, command: str) -> SlurmJob[None]:
         path = self.folder / "run.sbatch"
-        path.write_text(self._script)
+        path.write_bytes(os.fsencode(self._script))
         path.chmod(0o700)
         job_id = submit_script(path, self._comment)
         return SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
@@ -67,7 +68,17 @@ def start_slurm(folder: Path, script: str, comment: str, run_dir: str) -> str:
 
 def start_local(folder: Path, agent: list[str], gpus: int, minutes: int | None, run_dir: str) -> str:
     """Start the agent here, detached from this process; returns the controller's pid as job id."""
-    executor = LocalRun(folder, agent)
-    executor.update_parameters(timeout_min=minutes or _FOREVER, gpus_per_node=gpus, stderr_to_stdout=True)
+    executor = LocalRun(folder, ["env", f"CUDA_VISIBLE_DEVICES={visible_gpus(gpus)}", *agent])
+    executor.update_parameters(timeout_min=minutes or _FOREVER, stderr_to_stdout=True)
     job: LocalJob[None] = executor.submit(_started_by_script, run_dir)
     return str(job.job_id)
+
+
+def visible_gpus(count: int) -> str:
+    """CUDA_VISIBLE_DEVICES for ``count`` GPUs: the first of the caller's own; none for 0, as on Slurm.
+
+    submitit would number them anew from 0 and take another user's.
+    """
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = map(str, range(count)) if own is None else own.split(",")[:count]
+    return ",".join(devices)

@@ -21,6 +21,7 @@ from hpcrun.runs.progress import Progress, read_progress
 from hpcrun.runs.runfile import RunFile, read_run_file, run_file_text
 from hpcrun.runs.status import ask
 from hpcrun.runs.word import Answer, Group
+from hpcrun.slurm.control import SubmissionUnknown
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def resume(run: RunDir, overrides: tuple[str, ...] = ()) -> Resumed:
         UserError: a job of the run is queued or running, or that cannot be known; the run
             has nothing left to do; the changed recipe does not fit; or Slurm refused. Then
             the run is as it was.
+        SubmissionUnknown: the new job may be queued; it finds the new run.yaml.
     """
     progress = read_progress(run)
     old = read_run_file(run)
@@ -115,6 +117,8 @@ def _put_back_on_failure(run: RunDir) -> Iterator[None]:
     text = run.run_yaml.read_text(encoding="utf-8")
     try:
         yield
+    except SubmissionUnknown:
+        raise
     except UserError:
         replace_text(run.run_yaml, text)
         if stopped:

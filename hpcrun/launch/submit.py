@@ -27,6 +27,7 @@ from hpcrun.runs.create import (
 from hpcrun.runs.runfile import RunFile, read_run_file
 from hpcrun.runs.snapshot import Tree, find_tree
 from hpcrun.sites.model import Site
+from hpcrun.slurm.control import SubmissionUnknown
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,14 @@ def submit(drafted: Draft) -> str:
 
     Raises:
         UserError: the directory cannot be made, or Slurm refused; nothing is left behind.
+        SubmissionUnknown: the job may be queued; then the directory stays.
     """
     try:
         create_run(drafted.run, drafted.file, drafted.tree)
         _write_secrets(drafted)
         return _start(drafted.run, drafted.file, drafted.request, drafted.script)
+    except SubmissionUnknown:
+        raise
     except UserError:
         shutil.rmtree(drafted.run.path, ignore_errors=True)
         secrets_path(drafted.run.name).unlink(missing_ok=True)

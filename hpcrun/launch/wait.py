@@ -24,7 +24,8 @@ def wait_for_end(run: RunDir, say: Callable[[str], object] | None) -> str:
     while True:
         status = run_status(run)
         if status.state != last and say:
-            say(f"{time.strftime('%H:%M:%S')}  {status.state}  step {status.step} of {status.total_steps}")
+            step = f"  step {status.step} of {status.total_steps}" if status.total_steps else ""
+            say(f"{time.strftime('%H:%M:%S')}  {status.state}{step}")
         last = status.state
         if last in ENDED or (last == UNKNOWN and status.slurm != "silent"):
             return last

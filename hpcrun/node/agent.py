@@ -80,7 +80,7 @@ class Agent:
         journal: RunJournal,
         notices: Notices,
         server: Server | None,
-        give_back: Callable[[], bool],
+        give_back: Callable[[bool], bool],
     ) -> None:
         self._run, self._file, self._place = duty.run, duty.file, duty.place
         self._token = duty.token
@@ -154,15 +154,8 @@ class Agent:
             )
 
     def _without_coordinator(self, refused: bool) -> None:
-        """Its node is gone, or only its process, or it is this node that is cut off.
-
-        A refusal comes from a living node: its batch script will see the step end.
-        Otherwise no batch script may be left, and the survivors give the job back.
-        """
-        if refused:
-            self._journal.event("coordinator_gone", silent=round(self._silence, 1))
-            self._code = EXIT_REQUEUE
-        elif self._give_back():
+        """Its node is gone, or only its process, or it is this node that is cut off."""
+        if self._give_back(refused):
             self._code = EXIT_REQUEUE
 
     def _disconnect(self, reason: str) -> None:

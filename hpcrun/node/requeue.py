@@ -14,9 +14,11 @@ from hpcrun.errors import UserError
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement
 from hpcrun.slurm.control import requeue
-from hpcrun.slurm.query import job_info, node_is_down
+from hpcrun.slurm.query import job_info, node_state
 
 _TURN = 5.0
+_ALIVE_AFTER = 120.0
+"""Slurm misses a node within a third of SlurmdTimeout, by default 100 s."""
 
 
 class GiveBack:
@@ -26,9 +28,14 @@ class GiveBack:
         self._place = place
         self._journal = journal
         self._not_before: float | None = None
+        self._refused_since: float | None = None
 
-    def as_survivor(self) -> bool:
-        """Try, now that the first node cannot be reached; True when nothing is left to do.
+    def as_survivor(self, refused: bool) -> bool:
+        """Try, now that the first node's agent is gone; True when nothing is left to do.
+
+        ``refused``: the node itself answers, but nobody listens there. Then either its
+        agent alone has died, and its batch script acts once this step ends, or the node
+        has crashed and come up again without a batch script, which Slurm soon sees.
 
         Slurm must have declared the first node down: if only the way to it is cut, the
         others may be training on; and a requeue before that leaves Slurm's GPU counts
@@ -42,9 +49,18 @@ class GiveBack:
         self._not_before = time.monotonic() + _TURN
         if self._not_ours():
             return True
-        if not node_is_down(self._place.nodes[0]):
+        state = node_state(self._place.nodes[0])
+        if state.startswith("down"):
+            return self._requeue()
+        return self._only_the_agent_died(refused and bool(state) and not state.endswith("*"))
+
+    def _only_the_agent_died(self, answers: bool) -> bool:
+        """Whether the first node has answered both us and Slurm for long enough to be alive."""
+        if not answers:
+            self._refused_since = None
             return False
-        return self._requeue()
+        self._refused_since = self._refused_since or time.monotonic()
+        return time.monotonic() - self._refused_since > _ALIVE_AFTER
 
     def _not_ours(self) -> bool:
         info = job_info(self._place.job_id)

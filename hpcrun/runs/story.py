@@ -247,10 +247,10 @@ def _dead_rank(events: list[Event]) -> _Cause | None:
 
 def _asked(events: list[Event]) -> _Cause | None:
     """Somebody or the clock asked for an end, or the coordinator gave another reason."""
-    for name in ("save_requested", "restarting", "finished", "coordinator_gone"):
+    for name in ("save_requested", "restarting", "finished"):
         event = next((e for e in events if e["event"] == name and e["writer"] != _TRAINER), None)
         if event:
-            reason = event.get("reason", f"the agent of the first node was gone (seen by {event['host']})")
+            reason = event["reason"]
             end = _first(events, "finished") or {}
             return _Cause(_what(f"{reason} {end.get('reason')}"), reason, event["time"])
     return None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hpcrun.recipe import ByteCount, Environment, Positive, Seconds, Section
+from hpcrun.recipe import ByteCount, Positive, Seconds, Section
 from hpcrun.units import TimeLimit, parse_seconds
 
 
@@ -105,6 +105,3 @@ class Site(Section):
     expectations: Expectations = Field(default_factory=Expectations)
     modules: list[str] = Field(default_factory=list, description="loaded in the batch script")
     environment: dict[str, Variable] = Field(default_factory=dict)
-    batch_environment: Environment = Field(
-        default_factory=dict, description="for the batch script itself, e.g. PATH of a local Slurm"
-    )

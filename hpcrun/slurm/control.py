@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -11,32 +12,41 @@ from hpcrun.slurm.query import find_job
 
 _SUBMIT_TIMEOUT = 60.0
 _LOOKS = 5
+_JOB_ID = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?", re.ASCII)
+
+
+class SubmissionUnknown(UserError):
+    """The job may be queued: what it needs must stay where it is."""
 
 
 def submit_script(script: Path, comment: str) -> str:
     """sbatch ``script``; returns the job id. Never submits twice.
 
     When sbatch's answer is lost the job may be queued all the same: it is looked for
-    by its comment.
+    by its comment. Sites wrap sbatch and print around its answer: the last line counts.
 
     Raises:
-        UserError: sbatch refused, or it cannot be known whether the job is queued.
+        UserError: sbatch refused, or no job was queued.
+        SubmissionUnknown: it cannot be known whether the job is queued.
     """
     command = ["sbatch", "--parsable", str(script)]
     try:
-        return run_slurm(command, timeout=_SUBMIT_TIMEOUT).strip().split(";")[0]
+        said = run_slurm(command, timeout=_SUBMIT_TIMEOUT).split("\n")
     except SlurmRefused as error:
         raise UserError(str(error)) from error
     except SlurmSilent as error:
-        return _look_for(comment, error)
+        return _look_for(comment, str(error))
+    last = next((line.strip() for line in reversed(said) if line.strip()), "")
+    found = _JOB_ID.fullmatch(last)
+    return found[1] if found else _look_for(comment, f"sbatch gave no job id but {last!r}")
 
 
-def _look_for(comment: str, lost: SlurmSilent) -> str:
+def _look_for(comment: str, lost: str) -> str:
     for look in range(_LOOKS):
         try:
             found = find_job(comment)
         except SlurmSilent as error:
-            raise UserError(
+            raise SubmissionUnknown(
                 f"{lost}; and whether the job is queued is not known ({error}): "
                 f"look for the comment {comment} with squeue before you submit again"
             ) from error
@@ -44,7 +54,7 @@ def _look_for(comment: str, lost: SlurmSilent) -> str:
             return found
         if look < _LOOKS - 1:
             time.sleep(1)
-    raise UserError(f"{lost}; no job was queued") from lost
+    raise UserError(f"{lost}; no job was queued")
 
 
 def requeue(job_id: str) -> None:

@@ -48,22 +48,22 @@ def job_info(job_id: str) -> JobInfo:
         return _from_accounting(job_id)
 
 
-def node_is_down(host: str) -> bool:
-    """Whether slurmctld has declared the node down; False also when it does not answer."""
+def node_state(host: str) -> str:
+    """Slurm's word for a node, with ``*`` when it does not respond; empty when Slurm does not answer."""
     try:
         states = run_slurm(["sinfo", "-h", "-N", "-n", host, "-o", "%T"]).split()
     except (SlurmSilent, SlurmRefused):
-        return False
-    return bool(states) and states[0].startswith("down")
+        return ""
+    return states[0] if states else ""
 
 
 def find_job(comment: str) -> str | None:
-    """The id of this user's queued or running job with ``comment``; None when there is none.
+    """The id of this user's job with ``comment``, even one that has just ended; None when there is none.
 
     Raises:
         SlurmSilent: slurmctld does not answer.
     """
-    for line in run_slurm(["squeue", "-h", "--me", "-o", "%i|%k"]).splitlines():
+    for line in run_slurm(["squeue", "-h", "--me", "-t", "all", "-o", "%i|%k"]).splitlines():
         job_id, _, found = line.partition("|")
         if found == comment:
             return job_id

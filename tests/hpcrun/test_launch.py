@@ -14,6 +14,7 @@ import pytest
 
 from hpcrun.errors import UserError
 from hpcrun.launch.environment import job_environment
+from hpcrun.launch.executor import visible_gpus
 from hpcrun.launch.render import sbatch_options
 from hpcrun.launch.request import Options, make_request
 from hpcrun.launch.submit import Draft, draft, submit
@@ -22,6 +23,7 @@ from hpcrun.runs.create import create_run, runs_folder
 from hpcrun.runs.runfile import read_run_file
 from hpcrun.runs.snapshot import find_tree
 from hpcrun.sites.model import Site
+from hpcrun.slurm.control import SubmissionUnknown
 
 COMMAND: dict[str, Any] = {"command": ["true"]}
 TRAINER = Recipe.model_validate({"data": {"path": "/no/such/tokens.bin"}})
@@ -109,7 +111,7 @@ def test_the_script_is_sound_shell_whatever_the_names(here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["with space", "$(id)", "100%", "a'b", "-dash", "ümlaut", "semi;colon"])
 def test_output_goes_to_the_run_directory_wherever_that_is(here: Path, name: str) -> None:
-    """Field reports: workdir-with-space, sbatch-output-forms."""
+    """Field report: workdir-with-space."""
     item = drafted(recipe(), site(), runs=here / name)
     (output,) = [option for option in options_of(item) if option.startswith("--output=")]
     (value,) = shlex.split(output.removeprefix("--output="))
@@ -244,6 +246,33 @@ def test_a_refused_submission_leaves_nothing(here: Path, monkeypatch: pytest.Mon
     assert not item.run.path.exists()
 
 
+def test_a_run_whose_job_may_be_queued_stays(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field report: squeue-timeout-means-finished; a job must not find its run gone."""
+
+    def lose(*_: object) -> str:
+        raise SubmissionUnknown("sbatch: Socket timed out")
+
+    monkeypatch.setattr("hpcrun.launch.submit._start", lose)
+    item = drafted(recipe(), site())
+    with pytest.raises(SubmissionUnknown):
+        submit(item)
+    assert read_run_file(item.run) == item.file
+
+
+@pytest.mark.parametrize(
+    ("own", "count", "visible"),
+    [(None, 2, "0,1"), ("2,3,5", 2, "2,3"), ("GPU-a,GPU-b", 1, "GPU-a"), ("0,1", 0, ""), ("3", 2, "3")],
+)
+def test_on_this_machine_the_callers_gpus_are_taken(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, count: int, visible: str
+) -> None:
+    """Field report: gpu-bind-subset."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+    assert visible_gpus(count) == visible
+
+
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
@@ -282,6 +311,23 @@ def test_the_snapshot_holds_the_tree_as_it_is_now(here: Path) -> None:
     assert item.file.working_dir == str(item.run.code / "sub")
     facts = json.loads((item.run.path / "code.json").read_text())
     assert facts["dirty"] and len(facts["revision"]) == 40
+
+
+def test_the_snapshot_takes_submodules_and_names_that_are_no_text(here: Path) -> None:
+    inner = here.parent / "inner"
+    for folder in (inner, here):
+        folder.mkdir(exist_ok=True)
+        git(folder, "init", "-q")
+        (folder / f"of {folder.name}").write_text("x")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", "x")
+    git(here, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "sub")
+    (here / "sub" / "new").write_text("x")
+    (here / os.fsdecode(b"caf\xe9")).write_text("x")
+    item = drafted(recipe(), site(), runs=here.parent / "runs")
+    create_run(item.run, item.file, item.tree)
+    found = {os.fsencode(path.relative_to(item.run.code)) for path in item.run.code.rglob("*")}
+    assert found == {b"of here", b".gitmodules", b"sub", b"sub/of inner", b"sub/new", b"caf\xe9"}
 
 
 def test_a_tree_that_is_too_large_names_its_largest_files(

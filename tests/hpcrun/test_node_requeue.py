@@ -21,7 +21,7 @@ class FakeSlurm:
 
     state: str | None = "RUNNING"
     restarts: int = 1
-    down: bool = True
+    node: str = "down*"
     refuses: bool = False
     requeued: list[str] = field(default_factory=list)
     now: float = 100.0
@@ -30,9 +30,9 @@ class FakeSlurm:
         answer = Answer.SILENT if self.state is None else Answer.KNOWN
         return JobInfo(answer, state=self.state, restarts=self.restarts)
 
-    def node_is_down(self, host: str) -> bool:
+    def node_state(self, host: str) -> str:
         assert host == "c1"
-        return self.down
+        return self.node
 
     def requeue(self, job_id: str) -> None:
         if self.refuses:
@@ -43,7 +43,7 @@ class FakeSlurm:
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm()
-    for name in ("job_info", "node_is_down", "requeue"):
+    for name in ("job_info", "node_state", "requeue"):
         monkeypatch.setattr(requeue, name, getattr(fake, name))
     monkeypatch.setattr(requeue.time, "monotonic", lambda: fake.now)
     return fake
@@ -54,14 +54,14 @@ def survivor(folder: Path, index: int = 1) -> requeue.GiveBack:
     return requeue.GiveBack(place, RunJournal(RunDir(folder), place, lambda _: False))
 
 
-def after(slurm: FakeSlurm, seconds: float, agent: requeue.GiveBack) -> bool:
+def after(slurm: FakeSlurm, seconds: float, agent: requeue.GiveBack, refused: bool = False) -> bool:
     slurm.now += seconds
-    return agent.as_survivor()
+    return agent.as_survivor(refused)
 
 
 def test_the_survivors_take_turns(slurm: FakeSlurm, tmp_path: Path) -> None:
     second, third = survivor(tmp_path, 1), survivor(tmp_path, 2)
-    assert not second.as_survivor() and not third.as_survivor()
+    assert not second.as_survivor(False) and not third.as_survivor(False)
     assert after(slurm, 6, second)
     assert slurm.requeued == ["42"]
     slurm.state, slurm.restarts = "PENDING", 2
@@ -72,7 +72,7 @@ def test_the_survivors_take_turns(slurm: FakeSlurm, tmp_path: Path) -> None:
 def test_a_job_that_has_moved_on_is_left_alone(slurm: FakeSlurm, tmp_path: Path) -> None:
     """A requeue that comes late would hit the next attempt."""
     agent = survivor(tmp_path)
-    agent.as_survivor()
+    agent.as_survivor(False)
     slurm.restarts = 2
     assert after(slurm, 6, agent)
     assert slurm.requeued == []
@@ -82,20 +82,46 @@ def test_a_job_that_has_moved_on_is_left_alone(slurm: FakeSlurm, tmp_path: Path)
 
 def test_as_long_as_slurm_hears_the_first_node_nothing_is_done(slurm: FakeSlurm, tmp_path: Path) -> None:
     agent = survivor(tmp_path)
-    slurm.down = False
-    assert not agent.as_survivor()
+    slurm.node = "idle*"
+    assert not agent.as_survivor(False)
     assert not after(slurm, 60, agent) and slurm.requeued == []
-    slurm.down = True
+    slurm.node = "down"
     assert after(slurm, 6, agent) and slurm.requeued == ["42"]
 
 
 def test_silence_and_refusal_are_tried_again(slurm: FakeSlurm, tmp_path: Path) -> None:
     agent = survivor(tmp_path)
-    agent.as_survivor()
+    agent.as_survivor(False)
     slurm.state = None
-    slurm.down = False
+    slurm.node = "idle*"
     assert not after(slurm, 6, agent)
-    slurm.state, slurm.down, slurm.refuses = "RUNNING", True, True
+    slurm.state, slurm.node, slurm.refuses = "RUNNING", "down*", True
     assert not after(slurm, 6, agent)
     slurm.refuses = False
     assert after(slurm, 6, agent)
+
+
+def test_a_crashed_first_node_that_answers_again_is_not_taken_for_alive(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    """It refuses connections as a living node would, but no batch script is left on it."""
+    agent = survivor(tmp_path)
+    slurm.node = "allocated"
+    assert not agent.as_survivor(True)
+    assert not after(slurm, 60, agent, refused=True)
+    slurm.node = "allocated*"
+    assert not after(slurm, 100, agent, refused=True)
+    slurm.node = "down*"
+    assert after(slurm, 6, agent, refused=True) and slurm.requeued == ["42"]
+
+
+def test_where_only_the_first_agent_died_its_batch_script_is_left_to_act(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    agent = survivor(tmp_path)
+    slurm.node = "allocated"
+    agent.as_survivor(True)
+    assert not after(slurm, 6, agent, refused=True)
+    assert not after(slurm, 100, agent, refused=True)
+    assert after(slurm, 30, agent, refused=True)
+    assert slurm.requeued == []

@@ -12,7 +12,7 @@ from hpcrun.errors import UserError
 from hpcrun.slurm import control
 from hpcrun.slurm.command import SlurmSilent, run_slurm
 from hpcrun.slurm.hosts import expand_hosts
-from hpcrun.slurm.query import Answer, find_job, job_info, node_is_down
+from hpcrun.slurm.query import Answer, find_job, job_info, node_state
 from hpcrun.slurm.states import base_state, has_ended
 
 StandIn = Callable[..., Path]
@@ -99,7 +99,7 @@ def test_silence_is_not_an_end(stand_in: StandIn, err: str, code: int) -> None:
 
 def test_a_missing_command_is_silence(stand_in: StandIn) -> None:
     assert job_info("42").answer is Answer.SILENT
-    assert not node_is_down("c1")
+    assert node_state("c1") == ""
 
 
 def test_a_forgotten_job_is_found_in_accounting(stand_in: StandIn) -> None:
@@ -117,12 +117,10 @@ def test_a_forgotten_job_without_accounting_is_unknown_not_finished(stand_in: St
     assert (info.answer, info.state) == (Answer.UNKNOWN_JOB, None)
 
 
-@pytest.mark.parametrize(
-    ("state", "down"), [("down*", True), ("down", True), ("idle*", False), ("mixed", False)]
-)
-def test_a_node_is_down_only_when_slurm_says_so(stand_in: StandIn, state: str, down: bool) -> None:
+@pytest.mark.parametrize("state", ["down*", "down", "idle*", "mixed"])
+def test_a_nodes_state_is_slurms_own_word(stand_in: StandIn, state: str) -> None:
     stand_in("sinfo", state)
-    assert node_is_down("c1") is down
+    assert node_state("c1") == state
 
 
 def test_the_users_shell_does_not_reach_slurms_commands(
@@ -163,16 +161,61 @@ def test_a_lost_answer_of_sbatch_is_looked_up_never_repeated(stand_in: StandIn, 
     assert find_job("hpcrun:none:0") is None
 
 
+def test_a_job_that_has_ended_meanwhile_is_found_too(stand_in: StandIn, tmp_path: Path) -> None:
+    stand_in("sbatch", "", "sbatch: error: Batch job submission failed: Socket timed out", 1)
+    calls = stand_in("squeue", "78|hpcrun:a:b")
+    control.submit_script(tmp_path / "x", "hpcrun:a:b")
+    assert "-t all" in calls.read_text()
+
+
 def test_when_nothing_is_known_the_user_is_told_how_to_look(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in("sbatch", "", "Unable to contact slurm controller", 1)
     stand_in("squeue", "", "Unable to contact slurm controller", 1)
     with pytest.raises(
-        UserError, match="look for the comment hpcrun:a:b with squeue before you submit again"
+        control.SubmissionUnknown, match="look for the comment hpcrun:a:b with squeue before you submit again"
     ):
         control.submit_script(tmp_path / "x", "hpcrun:a:b")
 
 
-def test_the_job_id_of_a_federated_cluster(stand_in: StandIn, tmp_path: Path) -> None:
-    """Field report: array-id-forms."""
-    stand_in("sbatch", "123;clusterA")
-    assert control.submit_script(tmp_path / "x", "hpcrun:a:b") == "123"
+@pytest.mark.parametrize(
+    ("said", "job_id"),
+    [
+        ("3969755", "3969755"),
+        ("Submitted batch job 3969755 on cluster nautilus", "3969755"),
+        ("75168975;clustername", "75168975"),
+        ("--> Verifying job 5 ...OK\n" * 12 + "Submitted batch job 55473\n", "55473"),
+    ],
+)
+def test_the_job_id_is_found_in_what_sites_print(
+    stand_in: StandIn, tmp_path: Path, said: str, job_id: str
+) -> None:
+    """Field report: sbatch-output-forms."""
+    stand_in("sbatch", said)
+    assert control.submit_script(tmp_path / "x", "hpcrun:a:b") == job_id
+
+
+@pytest.mark.parametrize("said", ["", "Thank you for using nautilus 2"])
+def test_an_answer_without_a_job_id_is_looked_up(stand_in: StandIn, tmp_path: Path, said: str) -> None:
+    """Field report: sbatch-output-forms; the empty answer is no id."""
+    stand_in("sbatch", said)
+    stand_in("squeue", "78|hpcrun:a:b")
+    assert control.submit_script(tmp_path / "x", "hpcrun:a:b") == "78"
+
+
+def test_no_job_and_no_id_is_an_error(
+    stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_LOOKS", 1)
+    stand_in("sbatch")
+    stand_in("squeue")
+    with pytest.raises(UserError, match="sbatch gave no job id but ''; no job was queued"):
+        control.submit_script(tmp_path / "x", "hpcrun:a:b")
+
+
+@pytest.mark.parametrize(
+    "words", ["TimeLimit=UNLIMITED EndTime=Unknown", "TimeLimit=Partition_Limit EndTime=N/A"]
+)
+def test_a_job_without_a_time_limit_has_no_end_time(stand_in: StandIn, words: str) -> None:
+    """Field report: time-limit-words."""
+    stand_in("scontrol", f"JobId=42 JobState=RUNNING Restarts=0 {words} NodeList=c1")
+    assert job_info("42").end_time is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,12 @@ def test_a_command_runs_once_per_rank_whatever_the_callers_environment(
     assert rank_logs(run) == expected
 
 
-def test_a_name_that_begins_with_a_dash_and_a_percent_sign_in_the_path(
-    cluster: Cluster, installed: Installed
+@pytest.mark.parametrize("name", ["-dash %j 100%", os.fsdecode(b"caf\xe9 'no text'")])
+def test_paths_with_a_leading_dash_percent_signs_or_bytes_that_are_no_text(
+    cluster: Cluster, installed: Installed, name: str
 ) -> None:
-    """Field reports: workdir-with-space, sbatch-output-forms."""
-    folder = cluster.shared / "-dash %j 100%"
+    """Field report: workdir-with-space."""
+    folder = cluster.shared / name
     run = submitted(cluster, installed, folder, *SMALL, "--", "true")
     assert finish(cluster, installed, run, 90)["state"] == "completed"
     assert [path.name for path in run.job.glob("slurm-*.out")]

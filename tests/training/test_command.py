@@ -48,6 +48,8 @@ def test_torchrun_trains_and_goes_on_from_its_checkpoint(tokens: Path, tmp_path:
         (["--set", "train.setps=1"], {}, "unknown key 'train.setps'; did you mean 'train.steps'?"),
         (["--set", "train.device=cuda"], {}, "local rank 0 has no GPU: 0 visible"),
         ([], {"RANK": "0"}, "LOCAL_RANK is not set, but RANK is"),
+        ([], {}, "data.path is not set"),
+        (["--out", "r.yaml/out"], {}, "r.yaml/out: cannot be written: Not a directory"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -40,9 +40,10 @@ def train(tokens: Path, out: Path, layout: dict[str, Any], **model: Any) -> list
 
 def assert_close(found: list[tuple[int, float, float]], expected: list[tuple[int, float, float]]) -> None:
     assert [step for step, *_ in found] == [1, 2, 3, 4]
-    for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
+    for (step, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-4)
+        # Adam's first update is nearly the gradient's sign, which makes rounding of tiny gradients large.
+        assert norm == pytest.approx(expected_norm, rel=1e-6 if step == 1 else 1e-4)
 
 
 @pytest.fixture(scope="module")

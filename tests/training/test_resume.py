@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hpcrun.manifest import read_manifest
 from hpcrun.recipe import Recipe
@@ -16,6 +17,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
 from training import train
 from training.checkpoint.save import SaveError
+from training.data.tokens import Samples
 from training.train import Trainer
 
 LAYOUT = {"tp": 2, "pp": 2}
@@ -89,6 +91,31 @@ def test_another_layout_reads_the_same_checkpoint(tokens: Path, tmp_path: Path) 
     run_ranks(2, train_on, other, str(tmp_path))
     for (_, loss, _), (_, wanted_loss, _) in zip(curve(tmp_path), curve(expected), strict=True):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
+
+
+def train_and_list_samples(wanted: Recipe, out: str) -> list[int]:
+    """The numbers of the samples that this rank has asked for."""
+    asked: list[int] = []
+    batch = Samples.batch
+
+    def listening(self: Samples, first: int, count: int) -> torch.Tensor:
+        asked.extend(range(first, first + count))
+        return batch(self, first, count)
+
+    Samples.batch = listening  # type: ignore[method-assign]
+    train_here(wanted, Path(out))
+    return asked
+
+
+def test_another_global_batch_goes_on_with_the_next_sample(tokens: Path, tmp_path: Path) -> None:
+    """Field reports: grad-accum-in-skip, nodes-change-lr-asserts (the global batch halved)."""
+    (before,) = run_ranks(1, train_and_list_samples, recipe(tokens, train={"steps": 2}), str(tmp_path))
+    halved = recipe(tokens, parallel={"dp": 2}, train={"steps": 4, "global_batch": 8})
+    after = run_ranks(2, train_and_list_samples, halved, str(tmp_path))
+    assert before == list(range(32))
+    assert sorted(after[0] + after[1]) == list(range(32, 48))
+    last = list(read_json_lines(tmp_path / "metrics.jsonl"))[-1]
+    assert (last["step"], last["tokens"]) == (4, 48 * 16)
 
 
 def test_the_last_step_is_saved_and_old_ones_are_pruned(tokens: Path, tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ class Parent:
         heard: dict[str, Any] = json.loads(self.process.stdout.readline())
         return heard
 
-    def spawn(self, rank: int, log: Path, **env: str) -> None:
+    def spawn(self, rank: int, log: Path, env: dict[str, str], cwd: Path | None = None) -> None:
         assert self.process.stdin is not None
-        request = {"op": "spawn", "rank": rank, "env": env, "log": str(log), "cwd": str(log.parent)}
+        request = {"op": "spawn", "rank": rank, "env": env, "log": str(log), "cwd": str(cwd or log.parent)}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
 
@@ -70,11 +70,17 @@ def test_a_rank_without_its_place_says_which_variable_is_missing(parent: Parent,
     """Field report: local-rank-missing-makes-many-rank0."""
     log = tmp_path / "log"
     environment = {"HPCRUN_RUN_DIR": str(tmp_path), "HPCRUN_CLAIM": "c", "HPCRUN_ATTEMPT": "1", "RANK": "0"}
-    parent.spawn(0, log, **environment)
+    parent.spawn(0, log, environment)
     spawned, exited = parent.hear(), parent.hear()
     assert (spawned["event"], exited["event"]) == ("spawned", "exited")
     assert (exited["rank"], exited["pid"], exited["code"]) == (0, spawned["pid"], EXIT_STOP)
     assert log.read_text() == "hpcrun: LOCAL_RANK is not set: start ranks with hpcrun submit or torchrun\n"
+
+
+def test_a_rank_that_fails_before_its_trainer_starts_says_why(parent: Parent, tmp_path: Path) -> None:
+    parent.spawn(0, tmp_path / "log", {}, cwd=tmp_path / "gone")
+    assert [parent.hear()["event"], parent.hear()["code"]] == ["spawned", 1]
+    assert (tmp_path / "log").read_text().splitlines()[-1].startswith("FileNotFoundError: ")
 
 
 def waiting_rank(parent: Parent, folder: Path) -> psutil.Process:
@@ -82,7 +88,8 @@ def waiting_rank(parent: Parent, folder: Path) -> psutil.Process:
     (folder / "run.yaml").write_text("recipe: {train: {device: cpu}}\n")
     environment = {"HPCRUN_RUN_DIR": str(folder), "HPCRUN_CLAIM": "c", "HPCRUN_ATTEMPT": "1"}
     environment |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    parent.spawn(1, folder / "log", **environment, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    parent.spawn(1, folder / "log", environment)
     spawned = parent.hear()
     assert spawned["event"] == "spawned"
     return psutil.Process(spawned["pid"])

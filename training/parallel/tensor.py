@@ -104,7 +104,7 @@ class VocabParallelTable(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, padded vocab / tp), padding at -inf."""
         out = F.linear(copy_to_tp(x, self.mesh), self.weight)
-        padding = self.start + out.shape[-1] - self.vocab
+        padding = min(self.start + out.shape[-1] - self.vocab, out.shape[-1])
         if padding > 0:
             out = torch.cat(
                 [out[..., :-padding], out.new_full((*out.shape[:-1], padding), float("-inf"))], -1
