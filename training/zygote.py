@@ -63,11 +63,12 @@ class Zygote:
             os.killpg(pid, signal.SIGKILL)
 
     def _spawn(self, request: dict[str, Any]) -> None:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(self._reports)
             try:
-                become_rank(request)
+                become_rank(request, parent)
             except BaseException:  # noqa: BLE001 - os._exit below would swallow the reason
                 traceback.print_exc()
             finally:
@@ -89,9 +90,12 @@ class Zygote:
         os.write(self._reports, json.dumps(report).encode() + b"\n")
 
 
-def become_rank(request: dict[str, Any]) -> None:
-    """In the child: take on environment, log and folder of one rank, train, and end. Never returns."""
-    parent = os.getppid()
+def become_rank(request: dict[str, Any], parent: int) -> None:
+    """In the child: take on environment, log and folder of one rank, train, and end. Never returns.
+
+    ``parent`` is the pid that the warm parent had before the fork: one that died before the
+    kernel was asked to tell us leaves no other trace.
+    """
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

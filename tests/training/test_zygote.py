@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from hpcrun.records import EXIT_STOP
+from training.zygote import become_rank
 
 
 class Parent:
@@ -110,6 +113,25 @@ def test_signals_before_the_trainer_listens_do_not_kill_a_rank(parent: Parent, t
     assert rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
     os.killpg(rank.pid, signal.SIGKILL)
     assert parent.hear()["signal"] == signal.SIGKILL
+
+
+def test_a_rank_whose_parent_died_at_the_fork_does_not_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    alive, held = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        pid = os.getpid()
+        if os.fork() == 0:
+            with contextlib.suppress(BaseException):
+                while os.getppid() == pid:
+                    time.sleep(0.001)
+                become_rank({"log": str(log), "env": {}, "cwd": str(tmp_path)}, pid)
+        os._exit(0)
+    os.close(held)
+    os.waitpid(parent, 0)
+    ended, _, _ = select.select([alive], [], [], 30)
+    os.close(alive)
+    assert ended and not log.exists()
 
 
 @pytest.mark.parametrize("how", ["killed", "left alone"])
