@@ -164,7 +164,7 @@ class Coordinator:
         current.exits[rank] = status
         current.first_exit = current.first_exit or self._clock()
         if status in (EXIT_DONE, EXIT_REQUEUE):
-            if len(current.exits) == self._world:
+            if len(current.exits) == self._world and current.failure is None:
                 self._all_exited(current)
         elif signum or status == EXIT_STOP:
             self._rank_failed(rank, host, status, signum)

@@ -167,6 +167,15 @@ def test_a_dead_rank_restarts_all_ranks_as_a_new_attempt_after_all_have_stopped(
     assert "rank 3 on c1 ended by signal 9" in allocation.journal.reason("restarting")
 
 
+def test_a_failure_counts_even_when_the_last_rank_to_end_succeeds() -> None:
+    """Field report: success-subset."""
+    allocation = started(max_restarts=0)
+    for rank, code in ((0, 0), (3, 7), (1, 0), (2, 0)):
+        allocation.coordinator.rank_exited(1, rank, code, None, "c0")
+    allocation.wait(2)
+    assert (allocation.coordinator.code, allocation.journal.attempts) == (7, 1)
+
+
 def test_the_killed_rank_is_blamed_not_the_peers_that_fail_because_of_it() -> None:
     """Field report: oom-kill-named."""
     allocation = started()
