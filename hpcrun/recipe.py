@@ -115,6 +115,7 @@ class Data(Section):
     path: str | None = Field(None, description="the token file; relative to the recipe's folder")
     dtype: Literal["uint8", "uint16", "uint32"] = Field("uint8", description="type of one token id")
     seed: Whole = Field(1234, description="seed of the sample order")
+    allow_change: bool = Field(False, description="let a resumed run go on with other data or another order")
 
 
 class Parallel(Section):

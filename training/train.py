@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -23,7 +23,7 @@ from hpcrun.errors import UserError
 from hpcrun.layout import Layout, make_layout, micro_batches
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLines, replace_text, write_event
-from training.checkpoint.load import restore
+from training.checkpoint.load import Restored, restore
 from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
 from training.data.tokens import Samples
 from training.launch import Launch, choose_device, join, under_agent
@@ -148,6 +148,7 @@ class Trainer:
         tensors = local_tensors(self.parameters, self.optimizer, self.random)
         restored = restore(self.launch.run, self.recipe.model.model_dump(), tensors)
         if restored:
+            self._compare(restored)
             self.step, self.consumed = restored.step, restored.state["samples"]
             set_step(self.optimizer, self.step)
             self.random.apply()
@@ -165,6 +166,22 @@ class Trainer:
             checkpoint=restored.folder.name if restored else None,
         )
 
+    def _compare(self, restored: Restored) -> None:
+        """Refuse other data than the checkpoint's run had; tell of other changes in how it trains.
+
+        Raises:
+            UserError: the data differ, and ``data.allow_change`` is not set.
+        """
+        data = changes("data", restored.state["data"], self.samples.identity)
+        if data and not self.recipe.data.allow_change:
+            raise UserError(
+                f"{restored.folder.name} was trained on other data: {', '.join(data)}; put the old data "
+                "back, or set data.allow_change to go on with these"
+            )
+        changed = data + changes("train", restored.state["train"], self.recipe.train.model_dump())
+        if changed:
+            self._event("recipe_changed", changes=changed)
+
     def _save(self, must: bool) -> None:
         """Save now. A periodic save that fails is reported, and training goes on."""
         self.heartbeat.beat("save", self.step)
@@ -178,7 +195,12 @@ class Trainer:
                 claim=launch.claim,
                 layout=asdict(self.layout),
                 model=self.recipe.model.model_dump(),
-                state={"step": self.step, "samples": self.consumed},
+                state={
+                    "step": self.step,
+                    "samples": self.consumed,
+                    "data": self.samples.identity,
+                    "train": self.recipe.train.model_dump(),
+                },
                 tensors=local_tensors(self.parameters, self.optimizer, self.random),
             )
         except Superseded:
@@ -264,6 +286,15 @@ def recipe_of_run(document: Document) -> Recipe:
         raise UserError(f"{document.source}: no recipe section: not a run.yaml")
     lines = {path[1:]: line for path, line in document.lines.items() if path[:1] == ("recipe",)}
     return validate(Document(document.source, section, lines), Recipe)
+
+
+def changes(section: str, before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """``section.key old -> new`` of every key whose value differs."""
+    return [
+        f"{section}.{key} {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(set(before) | set(now))
+        if before.get(key) != now.get(key)
+    ]
 
 
 def _layout(recipe: Recipe, world: int) -> Layout:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -62,9 +63,14 @@ class Launcher(Protocol):
         """Whether a rank is alive, or its end has not been polled yet."""
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when its parent ends (prctl(2))."""
+def die_with_parent(parent: int) -> None:
+    """In a child of ``parent``: ask the kernel to SIGKILL it when the parent ends (prctl(2)).
+
+    A parent that died before the kernel was asked leaves no other trace than the new parent's pid.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _kill_group(pid: int, signum: int) -> None:
@@ -92,7 +98,7 @@ class CommandLauncher:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        preexec_fn=die_with_parent,
+                        preexec_fn=partial(die_with_parent, os.getpid()),
                     )
                 except OSError as error:
                     log.write(f"hpcrun: cannot start {self._command[0]!r}: {error.strerror}\n".encode())
@@ -144,7 +150,7 @@ class TrainerLauncher:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         assert parent.stdout is not None
         os.set_blocking(parent.stdout.fileno(), False)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,29 @@ def make_run(folder: Path, script: str, **fields: Any) -> RunDir:
     return run
 
 
+started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_agent_is_left() -> Iterator[None]:
+    """A failed assertion must not leave an agent behind that holds the output of the tests open."""
+    yield
+    while started:
+        process = started.pop()
+        process.kill()
+        process.communicate()
+
+
 def agent(run: RunDir, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "hpcrun.node", str(run.path)],
         env=os.environ | {"SUBMITIT_LOCAL_JOB_ID": str(os.getpid()), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    started.append(process)
+    return process
 
 
 def run_to_end(run: RunDir, **env: str) -> int:

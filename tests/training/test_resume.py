@@ -207,3 +207,22 @@ def test_a_gradient_that_is_not_finite_stops_with_the_step(tokens: Path, tmp_pat
     wanted = recipe(tokens, train={"lr": 1e30, "warmup_steps": 0, "clip_grad": 0.0, "steps": 6})
     with pytest.raises(RankFailed, match=r"step [2-6]: the gradient norm is (nan|inf)"):
         run_ranks(1, train_on, wanted, str(tmp_path))
+
+
+def test_other_data_are_refused_unless_allowed_and_other_changes_are_told(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """Field report: stale-dir-with-other-config."""
+    out = tmp_path / "run"
+    run_ranks(1, train_on, recipe(tokens), str(out))
+    six = {"steps": 6, "lr": 2e-2}
+    with pytest.raises(RankFailed, match=r"on other data: data.seed 1234 -> 9; put the old"):
+        run_ranks(1, train_on, recipe(tokens, train=six, data={"seed": 9}), str(out))
+    other = tmp_path / "other.bin"
+    other.write_bytes(bytes(reversed(tokens.read_bytes())))
+    with pytest.raises(RankFailed, match=r"on other data: data.ends"):
+        run_ranks(1, train_on, recipe(other, train=six), str(out))
+    run_ranks(1, train_on, recipe(other, train=six, data={"allow_change": True}), str(out))
+    told = events(out, "recipe_changed")[-1]["changes"]
+    assert [change.split()[0] for change in told] == ["data.ends", "train.lr", "train.steps"]
+    assert curve(out)[-1][0] == 6

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from hpcrun.errors import UserError
 from hpcrun.recipe import Recipe
 
+_END = 1 << 20
+
 
 class Samples:
     """The endless sequence of samples of one file.
+
+    ``identity`` tells this sequence from others: a sample number means nothing in another one.
 
     Raises:
         UserError: no file is named, it is missing, or too short for one sample.
@@ -40,6 +45,12 @@ class Samples:
                 f"data.path {data.path}: {size // dtype.itemsize} tokens are too few for one sample of "
                 f"model.sequence {model.sequence} + 1"
             )
+        self.identity = {
+            "tokens": size // dtype.itemsize,
+            "dtype": data.dtype,
+            "seed": data.seed,
+            "ends": _hash_of_ends(Path(data.path), size),
+        }
         self._path = data.path
         self._tokens = np.memmap(data.path, dtype=dtype, mode="r")
         self._sequence, self._vocab, self._seed = model.sequence, model.vocab, data.seed
@@ -69,3 +80,12 @@ class Samples:
                 f"model.vocab {self._vocab}"
             )
         return row
+
+
+def _hash_of_ends(path: Path, size: int) -> str:
+    """xxh3-64 (hex) of the first and the last MiB: reading all of a large file would delay every start."""
+    with path.open("rb") as file:
+        digest = xxhash.xxh3_64(file.read(_END))
+        file.seek(max(0, size - _END))
+        digest.update(file.read(_END))
+    return digest.hexdigest()
