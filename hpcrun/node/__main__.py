@@ -20,7 +20,7 @@ from hpcrun.node.environment import base_environment
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement, placement
 from hpcrun.node.ranks import CommandLauncher, Launcher, TrainerLauncher
-from hpcrun.node.requeue import GiveBack
+from hpcrun.node.requeue import GiveBack, end_frozen_agents
 from hpcrun.node.result import clear_result, write_result
 from hpcrun.node.server import Server, listen
 from hpcrun.records import EXIT_STOP, RunDir
@@ -56,7 +56,7 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
         journal = RunJournal(run, place, lambda holder: _is_alive(holder, place))
         environment = base_environment(os.environ, file, scratch)
         token = bytes.fromhex((run.job / "token").read_text())
-        server = None
+        server = coordinator = None
         if place.index == 0:
             clear_result(run, place)
             coordinator = Coordinator(_policy(file, place), journal)
@@ -66,8 +66,10 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
         duty = Duty(run, file, place, token, environment, _lead_begins(file, place))
         agent = Agent(duty, launcher, journal, notices, server, GiveBack(place, journal).as_survivor)
         code = agent.run()
-        if server:
+        if coordinator:
             write_result(run, place, code)
+            if place.slurm:
+                end_frozen_agents(coordinator.unheard, place, journal)
         return code
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

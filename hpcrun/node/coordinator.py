@@ -31,6 +31,8 @@ _SAVE_REMINDER = 2.0
 class Link(Protocol):
     """A way to one agent."""
 
+    closed: bool
+
     def send(self, message: Message) -> None: ...
 
 
@@ -119,6 +121,8 @@ class Coordinator:
         self._began = clock()
         self._members: dict[int, Member] = {}
         self._lost: set[int] = set()
+        self.unheard: set[str] = set()
+        """Hosts that were lost though their connections never closed: cut off, or a frozen agent."""
         self._attempt: _Attempt | None = None
         self._blocks: dict[int, int] = {}
         self._restarts = 0
@@ -143,6 +147,7 @@ class Coordinator:
         if known:
             self._lose(known, "its agent started again")
         self._lost.discard(member.node)
+        self.unheard.discard(member.host)
         self._members[member.node] = member
         self._journal.event("node_joined", node=member.host, address=member.address)
         if self.phase is Phase.FINISHED:
@@ -312,6 +317,8 @@ class Coordinator:
     def _lose(self, member: Member, why: str) -> None:
         del self._members[member.node]
         self._lost.add(member.node)
+        if not member.link.closed:
+            self.unheard.add(member.host)
         self._journal.event("node_lost", node=member.host, reason=why)
         known = len(self._members) + len(self._lost)
         if self.phase in (Phase.GATHERING, Phase.FINISHED):

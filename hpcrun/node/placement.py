@@ -27,6 +27,7 @@ class Placement:
     nodes: tuple[str, ...]
     index: int
     slurm: bool
+    step: str = "0"
 
     @property
     def host(self) -> str:
@@ -61,7 +62,8 @@ def placement(environ: Mapping[str, str]) -> Placement:
     if index >= len(nodes):
         raise UserError(f"SLURM_NODEID is {index}, but the step has {len(nodes)} nodes")
     restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    return Placement(environ["SLURM_JOB_ID"], restart, nodes, index, slurm=True)
+    step = environ.get("SLURM_STEP_ID") or "0"
+    return Placement(environ["SLURM_JOB_ID"], restart, nodes, index, slurm=True, step=step)
 
 
 def _local(environ: Mapping[str, str]) -> Placement:

@@ -1,4 +1,4 @@
-"""Giving the job back to Slurm when no batch script can.
+"""Giving the job back to Slurm when no batch script can, or when srun keeps the batch script waiting.
 
 With ``--no-kill`` a job whose batch node died stays RUNNING without a batch
 script (docs/slurm_facts.md), so a surviving agent requeues it. The survivors try
@@ -9,11 +9,12 @@ that they belong to: a requeue that comes late would hit the next attempt.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from hpcrun.errors import UserError
 from hpcrun.node.journal import RunJournal
 from hpcrun.node.placement import Placement
-from hpcrun.slurm.control import requeue
+from hpcrun.slurm.control import kill_step, requeue
 from hpcrun.slurm.query import job_info, node_state
 
 _TURN = 5.0
@@ -77,3 +78,24 @@ class GiveBack:
             return False
         self._journal.event("requeued", job_id=self._place.job_id)
         return True
+
+
+def end_frozen_agents(hosts: set[str], place: Placement, journal: RunJournal) -> None:
+    """Kill the step, this process included, when an agent that was lost still runs on a living node.
+
+    srun waits for every task, so a frozen agent would hold the batch script until the time limit.
+    A node that is only cut off is not ended so: srun returns when Slurm has declared it down.
+    """
+    answered_since: dict[str, float] = {}
+    while hosts:
+        time.sleep(_TURN)
+        for host in sorted(hosts):
+            state = node_state(host)
+            if state.startswith("down"):
+                hosts.remove(host)
+            elif not state or state.endswith("*"):
+                answered_since.pop(host, None)
+            elif time.monotonic() - answered_since.setdefault(host, time.monotonic()) > _ALIVE_AFTER:
+                journal.event("step_killed", reason=f"the agent on {host} is frozen, its node is not")
+                with suppress(UserError):
+                    kill_step(place.job_id, place.step)

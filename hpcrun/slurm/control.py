@@ -75,6 +75,15 @@ def cancel(job_id: str) -> None:
     _change(["scancel", job_id])
 
 
+def kill_step(job_id: str, step: str) -> None:
+    """SIGKILL all tasks of a step, frozen ones included, on the nodes that Slurm reaches.
+
+    Raises:
+        UserError: Slurm refused or is silent.
+    """
+    _change(["scancel", "--signal=KILL", f"{job_id}.{step}"])
+
+
 def start_now(job_id: str) -> None:
     """Lift the wait of about two minutes that Slurm puts on a requeued job.
 

@@ -15,6 +15,7 @@ from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP
 @dataclass
 class FakeLink:
     sent: list[Message] = field(default_factory=list)
+    closed: bool = False
 
     def send(self, message: Message) -> None:
         self.sent.append(message)

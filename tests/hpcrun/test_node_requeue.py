@@ -24,6 +24,7 @@ class FakeSlurm:
     node: str = "down*"
     refuses: bool = False
     requeued: list[str] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
     now: float = 100.0
 
     def job_info(self, _: str) -> JobInfo:
@@ -34,6 +35,13 @@ class FakeSlurm:
         assert host == "c1"
         return self.node
 
+    def kill_step(self, job_id: str, step: str) -> None:
+        self.killed.append(f"{job_id}.{step}")
+        self.node = "down"
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def requeue(self, job_id: str) -> None:
         if self.refuses:
             raise UserError("no")
@@ -43,9 +51,10 @@ class FakeSlurm:
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm()
-    for name in ("job_info", "node_state", "requeue"):
+    for name in ("job_info", "node_state", "requeue", "kill_step"):
         monkeypatch.setattr(requeue, name, getattr(fake, name))
     monkeypatch.setattr(requeue.time, "monotonic", lambda: fake.now)
+    monkeypatch.setattr(requeue.time, "sleep", fake.sleep)
     return fake
 
 
@@ -125,3 +134,23 @@ def test_where_only_the_first_agent_died_its_batch_script_is_left_to_act(
     assert not after(slurm, 100, agent, refused=True)
     assert after(slurm, 30, agent, refused=True)
     assert slurm.requeued == []
+
+
+def test_a_frozen_agent_on_a_living_node_does_not_hold_the_job(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """srun waits for every task, so the batch script would come to requeue only at the time limit."""
+    place = Placement("42", 1, ("c2", "c1"), 0, slurm=True, step="3")
+    journal = RunJournal(RunDir(tmp_path), place, lambda _: False)
+    slurm.node = "allocated"
+    began = slurm.now
+    requeue.end_frozen_agents({"c1"}, place, journal)
+    assert slurm.killed == ["42.3"] and slurm.now - began > 120
+
+
+def test_a_node_that_is_cut_off_is_left_to_slurm(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Placement("42", 1, ("c2", "c1"), 0, slurm=True)
+    states = iter(["allocated"] * 5 + ["allocated*"] * 40 + ["down*"])
+    monkeypatch.setattr(requeue, "node_state", lambda host: next(states))
+    requeue.end_frozen_agents({"c1"}, place, RunJournal(RunDir(tmp_path), place, lambda _: False))
+    assert slurm.killed == []
