@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from hpcrun.config import Document, apply_override, load_yaml, validate
+from hpcrun.schedule import ScheduleName
 from hpcrun.units import TimeLimit, parse_bytes, parse_seconds
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
@@ -78,23 +79,73 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Model(Section):
-    """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU (Touvron et al., 2023)."""
+class RopeScaling(Section):
+    """Rotary positions beyond the sequence that a model was first trained on."""
 
-    layers: Positive = Field(4, description="transformer blocks; divides by pp")
-    hidden: Positive = Field(128, description="width of the residual stream; divides by heads")
+    kind: Literal["linear", "llama3"] = Field(
+        description="linear divides all frequencies (Chen et al., 2306.15595); llama3 only the low ones"
+    )
+    factor: float = Field(gt=0, description="how much longer the sequence is than the original")
+    original_sequence: Positive = Field(8192, description="llama3: tokens per sample of the first training")
+    low_frequency: float = Field(1.0, gt=0, description="llama3: turns per original sequence, fully scaled")
+    high_frequency: float = Field(4.0, gt=0, description="llama3: turns per original sequence, not scaled")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.high_frequency <= self.low_frequency:
+            raise ValueError("high_frequency must be above low_frequency")
+        return self
+
+
+class Moe(Section):
+    """Experts in place of the MLP (Shazeer et al., 2017; Fedus et al., 2101.03961)."""
+
+    experts: Positive = Field(description="experts per block; divides by ep")
+    top_k: Positive = Field(2, description="experts that each token visits")
+    expert_ffn: Positive | None = Field(None, description="inner width of one expert; default: model.ffn")
+    shared_experts: Natural = Field(0, description="experts that every token visits, beside the routed ones")
+    dense_layers: Natural = Field(0, description="first blocks that keep a plain MLP")
+    normalize: bool = Field(True, description="the weights of a token's experts sum to 1")
+    capacity: float | None = Field(
+        None, gt=0, description="tokens per expert, in fair shares of a micro-batch; default: drop none"
+    )
+    balance_loss: float = Field(0.01, ge=0, description="weight of the load-balancing loss (2101.03961)")
+    z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (Zoph et al., 2202.08906)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Moe:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+        return self
+
+
+class Model(Section):
+    """A decoder-only transformer. The defaults are Llama's (Touvron et al., 2023)."""
+
+    layers: Positive = Field(4, description="transformer blocks; at least one per pipeline stage")
+    hidden: Positive = Field(128, description="width of the residual stream")
     heads: Positive = Field(4, description="query heads; divides by tp")
     kv_heads: Positive | None = Field(
         None, description="key and value heads (Ainslie et al., 2023); default: as many as heads"
     )
-    ffn_hidden: Positive | None = Field(None, description="default: 8/3 of hidden, rounded up to 64")
+    head_dim: Positive | None = Field(None, description="width of one head; default: hidden / heads")
+    ffn_hidden: Positive | None = Field(
+        None, description="inner width of the MLP; default: 4 hidden for gelu, else 8/3 rounded up to 64"
+    )
     vocab: Positive = Field(256, description="token ids are below this")
     sequence: Positive = Field(128, description="tokens per sample")
-    rope_base: float = Field(10000.0, gt=0, description="base of the rotary positions (Su et al., 2021)")
-    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each part")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in a norm")
+    qk_norm: bool = Field(False, description="RMSNorm on each query and key head (Henry et al., 2020)")
+    activation: Literal["swiglu", "gelu"] = Field("swiglu", description="of the MLP (Shazeer, 2020)")
+    positions: Literal["rope", "learned"] = Field("rope", description="rotary (Su et al., 2021) or a table")
+    rope_base: float = Field(10000.0, gt=0, description="base of the rotary positions")
+    rope_scaling: RopeScaling | None = Field(None, description="for sequences longer than the original")
+    biases: bool = Field(False, description="biases in attention and MLP, as in GPT-2")
     init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
     dropout: float = Field(0.0, ge=0, lt=1, description="on the output of attention and of the MLP")
     tie_embeddings: bool = Field(False, description="one matrix for input embedding and output layer")
+    moe: Moe | None = Field(None, description="mixture of experts in place of the MLP")
 
     @property
     def kv(self) -> int:
@@ -102,11 +153,21 @@ class Model(Section):
 
     @property
     def ffn(self) -> int:
-        return self.ffn_hidden or -(-8 * self.hidden // 3 // 64) * 64
+        if self.ffn_hidden:
+            return self.ffn_hidden
+        return 4 * self.hidden if self.activation == "gelu" else -(-8 * self.hidden // 3 // 64) * 64
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def expert_ffn(self) -> int:
+        return (self.moe.expert_ffn if self.moe else None) or self.ffn
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block ``layer``, counted from 0, routes its tokens to experts."""
+        return self.moe is not None and layer >= self.moe.dense_layers
 
 
 class Data(Section):
@@ -115,17 +176,47 @@ class Data(Section):
     path: str | None = Field(None, description="the token file; relative to the recipe's folder")
     dtype: Literal["uint8", "uint16", "uint32"] = Field("uint8", description="type of one token id")
     seed: Whole = Field(1234, description="seed of the sample order")
+    document_end: Natural | None = Field(
+        None, description="token that ends a document; attention and loss do not cross it"
+    )
     allow_change: bool = Field(False, description="let a resumed run go on with other data or another order")
 
 
 class Parallel(Section):
-    """Sizes of the parallel dimensions, fastest first: tp, cp, dp, pp."""
+    """Sizes of the parallel dimensions, fastest first: tp, cp, dp, pp. See docs/parallelism.md."""
 
     tp: Positive = Field(1, description="tensor parallel size (Shoeybi et al., 2019)")
-    cp: Positive = Field(1, description="context parallel size")
-    pp: Positive = Field(1, description="pipeline stages")
+    sequence_parallel: bool = Field(
+        False, description="split norms and dropout over tp too (Korthikanti et al., 2205.05198)"
+    )
+    cp: Positive = Field(1, description="context parallel size: ring attention (Liu et al., 2310.01889)")
+    pp: Positive = Field(1, description="pipeline ranks")
     dp: Positive | None = Field(None, description="data parallel size; default: what the ranks leave")
-    schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="order of the pipeline's micro-batches")
+    ep: Positive = Field(1, description="expert parallel size, inside dp x cp")
+    schedule: ScheduleName = Field("1f1b", description="order of the pipeline's micro-batches")
+    virtual_stages: Positive | None = Field(
+        None, description="stages per pipeline rank; default: 2 for interleaved, zbv and dualpipev, else 1"
+    )
+    stage_layers: list[Natural] | None = Field(
+        None, description="blocks of each stage in order; default: balanced by FLOPs, the head counted"
+    )
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="shard over data ranks: 1 optimizer, 2 and gradients, 3 and weights (1910.02054)"
+    )
+    zero_group: Positive | None = Field(
+        None, description="ranks that share one copy of what zero shards; default: all data ranks"
+    )
+    offload: bool = Field(False, description="keep the optimizer's state, and its weights, in host memory")
+
+    @property
+    def stages_per_rank(self) -> int:
+        default = 2 if self.schedule in ("interleaved", "zbv", "dualpipev") else 1
+        return self.virtual_stages or default
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pp * self.stages_per_rank
 
 
 class Train(Section):

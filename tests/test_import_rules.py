@@ -14,11 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONTRACT = {
     "hpcrun.config",
+    "hpcrun.counts",
     "hpcrun.errors",
     "hpcrun.layout",
     "hpcrun.manifest",
     "hpcrun.recipe",
     "hpcrun.records",
+    "hpcrun.schedule",
+    "hpcrun.timeline",
     "hpcrun.units",
 }
 SUBMITIT_USERS = {Path("hpcrun/launch/executor.py"), Path("hpcrun/launch/local.py")}

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from training.checkpoint.local import LocalTensor
-from training.model.parameters import ModelParameter
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from training.optim.adamw import MOMENTS
+from training.parallel.sharding import Shard
 
 
 class RandomState:
@@ -63,16 +62,16 @@ def _text_buffer(value: Any) -> torch.Tensor:
 
 
 def local_tensors(
-    parameters: list[ModelParameter], optimizer: torch.optim.Optimizer, noise: RandomState
+    shards: list[Shard], optimizer: torch.optim.Optimizer, noise: RandomState
 ) -> list[LocalTensor]:
     """Weights, both moments and generators of this rank, as canonical rectangles."""
     found = []
-    for parameter in parameters:
-        state = optimizer.state[parameter]
-        values = {"model": parameter.detach(), **{moment: state[moment] for moment in _MOMENTS}}
+    for shard in shards:
+        state = optimizer.state[shard.values]
+        values = {"model": shard.values.detach(), **{moment: state[moment] for moment in MOMENTS}}
         for kind, data in values.items():
-            place = parameter.sharded
-            found.append(
-                LocalTensor(f"{kind}/{parameter.canonical}", place.shape, place.box, place.view(data))
-            )
+            found += [
+                LocalTensor(f"{kind}/{piece.name}", piece.shape, piece.box, piece.of(data))
+                for piece in shard.pieces
+            ]
     return found + noise.local_tensors()

@@ -12,29 +12,31 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from hpcrun.config import Document, load_yaml, validate
+from hpcrun.counts import training_flops
 from hpcrun.errors import UserError
-from hpcrun.layout import Layout, make_layout, micro_batches
+from hpcrun.layout import Layout, make_layout
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLines, replace_text, write_event
+from training.assemble import assemble
 from training.checkpoint.load import Restored, restore
+from training.checkpoint.local import LocalTensor
 from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
 from training.data.tokens import Samples
 from training.launch import Launch, choose_device, join, under_agent
-from training.model.dropout import Noise
-from training.model.parameters import model_parameters
-from training.model.transformer import Stage
+from training.model.micro_batch import MicroBatch
 from training.monitor.heartbeat import Heartbeat
-from training.optim.adamw import learning_rate, make_optimizer, set_step
-from training.parallel.gradients import clip_, global_norm, reduce_gradients, reduce_tied_gradients
-from training.parallel.mesh import Mesh, all_reduce_
-from training.parallel.pipeline import make_runner
+from training.monitor.memory import peak_memory
+from training.monitor.stopwatch import PHASES, lap, watch
+from training.optim.adamw import learning_rate, set_step, update
+from training.parallel.collectives import all_reduce_
+from training.parallel.mesh import Mesh
 from training.state import RandomState, local_tensors
 
 
@@ -50,6 +52,15 @@ class StopRequest:
         self.wanted = True
 
 
+@dataclass(frozen=True)
+class Totals:
+    """A step's sums over all ranks."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+
+
 class Trainer:
     """Model, optimizer, data and records of one rank.
 
@@ -63,28 +74,21 @@ class Trainer:
         self.heartbeat = Heartbeat(launch.heartbeats, launch.rank)
         self.heartbeat.beat("start", 0)
         timeout = timedelta(seconds=recipe.recovery.collective_timeout)
-        self.mesh = Mesh(self.layout, launch.rank, device, timeout)
-        count = micro_batches(recipe, self.layout)
-        self.noise = Noise(recipe.train.seed, first_micro_batch=self.mesh.at.dp * count)
-        self.stage = Stage(recipe.model, self.mesh, recipe.train.seed, self.noise)
-        self.parameters = model_parameters(self.stage)
-        self.optimizer = make_optimizer(self.parameters, recipe.train)
-        self.runner = make_runner(self.stage, recipe, self.mesh, count)
+        self.mesh = Mesh(self.layout, launch.rank, device, timeout, recipe)
+        self.parts = assemble(recipe, self.mesh)
         self.samples = Samples(recipe)
         self.random = RandomState(launch.rank, device)
         self.step = self.consumed = 0
         leads = launch.rank == 0
-        logs = launch.rank == self.layout.logging_rank()
         self.events = JsonLines(launch.run.events(launch.attempt, "trainer")) if leads else None
-        self.metrics = JsonLines(launch.metrics) if logs else None
+        self.metrics = JsonLines(launch.metrics) if leads else None
 
     def train(self) -> int:
         """Train to the last step, or until asked to stop. Returns the exit code."""
         self._resume()
         steps = self.recipe.train.steps
         while self.step < steps:
-            self._train_step()
-            stopping = self._agree_to_stop()
+            stopping = self._train_step()
             last = self.step == steps
             if stopping and not last:
                 self._event("stopping", step=self.step)
@@ -96,39 +100,59 @@ class Trainer:
         self.heartbeat.beat("done", self.step)
         return EXIT_DONE
 
-    def _train_step(self) -> None:
+    def _train_step(self) -> bool:
+        """One optimizer step. Returns whether any rank has been asked to stop."""
         began = time.monotonic()
-        train, tied = self.recipe.train, self.recipe.model.tie_embeddings
+        train, parts = self.recipe.train, self.parts
         self.heartbeat.beat("step", self.step + 1)
-        self.noise.start_step(self.step + 1)
+        parts.noise.step = self.step + 1
+        with watch("data"):
+            batch = parts.batches.cut(self._next_samples())
+            targets = self._targets(batch)
         with self._precision():
-            loss = self.runner.run(self._next_tokens())
-        reduce_gradients(self.parameters, self.mesh)
-        reduce_tied_gradients(self.stage, tied, self.mesh)
-        norm = global_norm(self.parameters, tied, self.mesh)
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm):
+            loss = parts.pipeline.run(batch, 1.0 / targets)
+        totals = self._totals(loss / targets)
+        if not math.isfinite(totals.grad_norm):
             raise FloatingPointError(
-                f"step {self.step + 1}: the gradient norm is {grad_norm}; lower train.lr or train.clip_grad"
+                f"step {self.step + 1}: the gradient norm is {totals.grad_norm}; "
+                "lower train.lr or train.clip_grad"
             )
-        clip_(self.parameters, norm, train.clip_grad)
         lr = learning_rate(self.step + 1, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        clip = min(1.0, train.clip_grad / (totals.grad_norm + 1e-6)) if train.clip_grad else 1.0
+        with watch("optimizer"):
+            update(parts.optimizer, parts.sharding.shards, lr, clip)
+            parts.sharding.publish()
         self.step += 1
         self.consumed += train.global_batch
-        if loss is not None:
-            self._log(
-                all_reduce_(loss, self.mesh.dp) / self.layout.dp, grad_norm, lr, time.monotonic() - began
-            )
+        self._log(totals, lr, time.monotonic() - began)
+        return totals.stop
 
-    def _next_tokens(self) -> torch.Tensor:
+    def _next_samples(self) -> torch.Tensor:
         """This data parallel rank's share of the next global batch."""
         share = self.recipe.train.global_batch // self.layout.dp
-        first = self.consumed + self.mesh.at.dp * share
-        return self.samples.batch(first, share).to(self.mesh.device)
+        return self.samples.batch(self.consumed + self.mesh.at.dp * share, share)
+
+    def _targets(self, batch: list[MicroBatch]) -> int:
+        """Targets of the global batch that count: each weighs the same, wherever it is computed."""
+        if self.recipe.data.document_end is None:
+            return self.recipe.train.global_batch * self.recipe.model.sequence
+        mine = torch.tensor(sum(one.counted for one in batch), device=self.mesh.device)
+        return max(1, int(all_reduce_(mine, self.mesh.data)))
+
+    def _totals(self, loss: torch.Tensor) -> Totals:
+        """What all ranks have to agree on, in one sum over the world."""
+        mine = torch.stack(
+            [
+                loss if self.mesh.at.tp == 0 else torch.zeros_like(loss),
+                self.parts.sharding.square(),
+                torch.tensor(float(self.stop.wanted), dtype=torch.float64, device=self.mesh.device),
+            ]
+        )
+        with watch("communication"):
+            if self.layout.world > 1:
+                dist.all_reduce(mine)
+            total, square, stop = mine.tolist()
+        return Totals(total, math.sqrt(square) if square >= 0 else math.nan, stop > 0)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         """bf16 computes matrix products in bf16; weights, norms, loss and gradients stay fp32."""
@@ -136,21 +160,15 @@ class Trainer:
             return torch.autocast(self.mesh.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def _agree_to_stop(self) -> bool:
-        """Whether any rank has been asked to stop: ranks hear a signal at different steps."""
-        flag = torch.tensor([int(self.stop.wanted)], device=self.mesh.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
-
     def _resume(self) -> None:
         """Continue from the newest checkpoint that verifies, or start from the seed."""
         self.heartbeat.beat("load", 0)
-        tensors = local_tensors(self.parameters, self.optimizer, self.random)
-        restored = restore(self.launch.run, self.recipe.model.model_dump(), tensors)
+        restored = restore(self.launch.run, self.recipe.model.model_dump(), self._state())
         if restored:
             self._compare(restored)
             self.step, self.consumed = restored.step, restored.state["samples"]
-            set_step(self.optimizer, self.step)
+            set_step(self.parts.optimizer, self.step)
+            self.parts.sharding.publish()
             self.random.apply()
             for name, reason in restored.rejected:
                 self._event("checkpoint_rejected", folder=name, reason=reason)
@@ -201,7 +219,7 @@ class Trainer:
                     "data": self.samples.identity,
                     "train": self.recipe.train.model_dump(),
                 },
-                tensors=local_tensors(self.parameters, self.optimizer, self.random),
+                tensors=self._state(),
             )
         except Superseded:
             raise
@@ -222,22 +240,29 @@ class Trainer:
         if launch.rank == 0:
             prune_checkpoints(launch.run, self.recipe.checkpoint.keep, launch.attempt)
 
-    def _log(self, loss: torch.Tensor, grad_norm: float, lr: float, seconds: float) -> None:
-        """One line of metrics. loss: mean over the tokens of the global batch, in nats."""
-        train = self.recipe.train
+    def _state(self) -> list[LocalTensor]:
+        return local_tensors(self.parts.sharding.shards, self.parts.optimizer, self.random)
+
+    def _log(self, totals: Totals, lr: float, seconds: float) -> None:
+        """One line of metrics. loss: mean over the targets of the global batch, in nats."""
+        train, model = self.recipe.train, self.recipe.model
+        phases = lap()
         if self.metrics is None or (self.step % train.log_every and self.step != train.steps):
             return
-        tokens = train.global_batch * self.recipe.model.sequence
+        tokens = train.global_batch * model.sequence
         self.metrics.write(
             time=time.time(),
             attempt=self.launch.attempt,
             step=self.step,
-            loss=float(loss),
-            grad_norm=grad_norm,
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
             lr=lr,
-            tokens=self.consumed * self.recipe.model.sequence,
+            tokens=self.consumed * model.sequence,
             tokens_per_s=tokens / seconds,
+            model_flops_per_s=training_flops(model) * tokens / seconds,
             step_s=seconds,
+            **{f"{phase}_s": round(phases[phase], 6) for phase in PHASES},
+            peak_memory_bytes=peak_memory(self.mesh.device),
         )
 
     def _event(self, event: str, **fields: object) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
+from hpcrun.counts import parameter_count
 from hpcrun.errors import UserError
-from hpcrun.layout import make_layout, micro_batches, parameter_count
+from hpcrun.layout import make_layout, micro_batches
 from hpcrun.recipe import Recipe, load_recipe
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from hpcrun.counts import parameter_count
 from hpcrun.errors import UserError
-from hpcrun.layout import parameter_count
 from hpcrun.recipe import Recipe
 from hpcrun.records import RunDir
 from hpcrun.sites.model import Site

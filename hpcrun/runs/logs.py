@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcrun.layout import make_layout
 from hpcrun.records import RunDir
-from hpcrun.runs.runfile import read_run_file
 
 _RANK_LOG = re.compile(r"rank(\d{5})\.log", re.ASCII)
 _FEW = 4
@@ -37,10 +35,10 @@ def rank_logs(run: RunDir, attempt: int) -> dict[int, Path]:
 
 
 def choose_logs(run: RunDir, attempt: int, rank: int | None) -> dict[int, Path]:
-    """The logs to show: of ``rank``; by default of all where they are few, else of the one that logs."""
+    """The logs to show: of ``rank``; by default of all where they are few, else of rank 0, which logs."""
     logs = rank_logs(run, attempt)
     if rank is None and len(logs) > _FEW:
-        rank = _logging_rank(run)
+        rank = 0
     return logs if rank is None else {number: path for number, path in logs.items() if number == rank}
 
 
@@ -117,9 +115,3 @@ def follow_logs(
             if time.monotonic() - looked > _LOOK_FOR_END:
                 looked = time.monotonic()
                 over = has_ended()
-
-
-def _logging_rank(run: RunDir) -> int:
-    """The rank that has the loss; of a command of the user's the first."""
-    file = read_run_file(run)
-    return 0 if file.recipe.command else make_layout(file.recipe, file.world).logging_rank()

@@ -70,7 +70,7 @@ def test_where_the_number_of_ranks_comes_from(
     assert told["world"] == world
     assert (told["layout"] is None) == (told["micro_batches"] is None) == (world is None)
     if world:
-        assert told["layout"] == {"tp": 2, "cp": 1, "dp": world // 4, "pp": 2}
+        assert told["layout"] == {"tp": 2, "cp": 1, "dp": world // 4, "pp": 2, "ep": 1}
     assert told["parameters"] == PARAMETERS
     assert told["time_minutes"] == 60
 
@@ -83,7 +83,7 @@ def test_an_unknown_world_is_said(file: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--set", "model.layers=7"], "model.layers 7 does not divide by parallel.pp 2"),
+        (["--set", "model.layers=1"], "model.layers 1 is fewer than the 2 stages"),
         (["--set", "train.global_batch=15"], "train.global_batch 15 does not divide"),
         (["--world", "6"], "6 ranks do not divide by parallel.tp 2 x cp 1 x pp 2 = 4"),
         (["--nodes", "2", "--gpus-per-node", "1"], "2 = nodes 2 x ranks per node 1"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from hpcrun.config import parse_yaml
 from hpcrun.datafiles import data_folder
@@ -201,14 +202,21 @@ def test_schema_refuses_what_the_model_refuses(text: str) -> None:
     assert not Draft202012Validator(SCHEMA).is_valid(parse_yaml(text, "r.yaml").data)
 
 
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Dotted name -> pydantic's field, of every value that a recipe may hold."""
     found: dict[str, Any] = {}
     for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found |= keys(info.annotation, f"{prefix}{name}.")
-        else:
+        section = next(
+            (one for one in (info.annotation, *get_args(info.annotation)) if is_section(one)), None
+        )
+        if section is not info.annotation:
             found[f"{prefix}{name}"] = info
+        if section:
+            found |= keys(section, f"{prefix}{name}.")
     return found
 
 
@@ -223,6 +231,6 @@ def test_docs_list_every_key_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipe.md").read_text()
     for name, info in keys(Recipe).items():
         default = info.get_default(call_default_factory=True)
-        text = "false" if default is False else str(default)
-        shown = "" if default in (None, [], {}) else f"`{text}` "
+        text = str(default).lower() if isinstance(default, bool) else str(default)
+        shown = "" if default in (None, [], {}, PydanticUndefined) else f"`{text}` "
         assert f"\n| `{name}` | {shown}|" in page, name

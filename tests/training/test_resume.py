@@ -14,6 +14,7 @@ from hpcrun.manifest import read_manifest
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RunDir, read_json_lines
 from tests.ranks import RankFailed, run_ranks
+from tests.training.oracle import world_of
 from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
 from training import train
 from training.checkpoint.save import SaveError
@@ -42,13 +43,13 @@ def eight(tokens: Path) -> Recipe:
 
 
 def stop_after(step: int, rank: int, signum: int) -> None:
-    """Send this rank ``signum`` once it has made ``step`` steps."""
+    """Send this rank ``signum`` in the middle of its step ``step``."""
     train_step = Trainer._train_step
 
-    def stepping(self: Trainer) -> None:
-        train_step(self)
-        if self.step == step and self.launch.rank == rank:
+    def stepping(self: Trainer) -> bool:
+        if self.step == step - 1 and self.launch.rank == rank:
             os.kill(os.getpid(), signum)
+        return train_step(self)
 
     Trainer._train_step = stepping  # type: ignore[method-assign]
 
@@ -82,13 +83,31 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_bit_for_bit(
     assert events(tmp_path, "training_started")[-1]["start_step"] == 3
 
 
-def test_another_layout_reads_the_same_checkpoint(tokens: Path, tmp_path: Path) -> None:
-    wanted = recipe(tokens, parallel={"tp": 2, "pp": 2}, train={"steps": 8}, checkpoint={"every": 4})
-    run_ranks(4, train_and_signal, wanted, str(tmp_path), 4, 0, signal.SIGUSR2)
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        ({"tp": 2, "pp": 2}, {"dp": 2}),
+        ({"dp": 2, "zero": 3}, {"tp": 2, "pp": 2, "schedule": "zbv"}),
+        ({"pp": 2, "dp": 2, "zero": 1, "schedule": "zero_bubble"}, {"dp": 3, "zero": 2, "offload": True}),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, {"dp": 4, "zero": 3, "zero_group": 2}),
+    ],
+    ids=str,
+)
+def test_another_layout_reads_the_same_checkpoint(
+    tokens: Path, tmp_path: Path, layout: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Field report: stage-local layer names that load another stage's weights."""
+    common: dict[str, dict[str, Any]] = {
+        "model": {"kv_heads": 1, "tie_embeddings": True, "vocab": 63},
+        "train": {"steps": 8, "global_batch": 24, "lr": 1e-3},
+        "checkpoint": {"every": 4},
+    }
+    wanted = recipe(tokens, parallel=layout, **common)
+    run_ranks(world_of(layout), train_and_signal, wanted, str(tmp_path), 4, 0, signal.SIGUSR2)
     expected = tmp_path / "straight"
-    run_ranks(4, train_on, wanted, str(expected))
-    other = recipe(tokens, parallel={"dp": 2}, train={"steps": 8}, checkpoint={"every": 4})
-    run_ranks(2, train_on, other, str(tmp_path))
+    run_ranks(world_of(layout), train_on, wanted, str(expected))
+    run_ranks(world_of(other), train_on, recipe(tokens, parallel=other, **common), str(tmp_path))
+    assert events(tmp_path, "training_started")[-1]["start_step"] == 4
     for (_, loss, _), (_, wanted_loss, _) in zip(curve(tmp_path), curve(expected), strict=True):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
 

@@ -9,32 +9,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.model.parameters import name_seed
+from training.parallel.parameters import name_seed
 
 
 class Noise:
-    """Counts steps and micro-batches on behalf of all dropouts of a rank."""
+    """Knows step and micro-batch on behalf of all dropouts of a rank.
 
-    def __init__(self, seed: int, first_micro_batch: int) -> None:
-        self._seed = seed
-        self._first = first_micro_batch
-        self._step = self._micro_batch = 0
+    ``place`` names the part of the sequence that this rank holds: parts have masks of their own.
+    """
 
-    def start_step(self, step: int) -> None:
-        self._step, self._micro_batch = step, self._first - 1
-
-    def next_micro_batch(self) -> None:
-        """Each stage runs the micro-batches of a step forward in their order."""
-        self._micro_batch += 1
+    def __init__(self, seed: int, place: str) -> None:
+        self._seed, self._place = seed, place
+        self.step = self.micro_batch = 0
 
     def seed(self, site: str) -> int:
-        return name_seed(self._seed, f"{self._step}/{self._micro_batch}/{site}")
+        return name_seed(self._seed, f"{self.step}/{self.micro_batch}/{site}{self._place}")
 
 
 class Dropout(nn.Module):
     """Zeroes each value with probability ``rate`` and scales the others (Srivastava et al., 2014).
 
-    Its input is the same on all tensor parallel ranks, and so is its mask.
+    Where its input is the same on all tensor parallel ranks, so is its mask.
     """
 
     def __init__(self, site: str, rate: float, noise: Noise) -> None:

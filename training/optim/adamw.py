@@ -7,28 +7,47 @@ import math
 import torch
 
 from hpcrun.recipe import Train
-from training.model.parameters import ModelParameter
+from training.parallel.sharding import Shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(parameters: list[ModelParameter], train: Train) -> torch.optim.AdamW:
-    """AdamW without decay on norms. Moments are made here, so that a checkpoint can fill them."""
+def make_optimizer(shards: list[Shard], train: Train) -> torch.optim.AdamW:
+    """AdamW without decay on vectors. Moments are made here, so that a checkpoint can fill them."""
     groups = [
-        {"params": [p for p in parameters if p.decays], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if not p.decays], "weight_decay": 0.0},
+        {
+            "params": [shard.values for shard in shards if shard.parameter.decays == decays],
+            "weight_decay": train.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         eps=train.eps,
+        fused=True,
     )
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+    for shard in shards:
+        values = shard.values
+        optimizer.state[values] = {
+            "step": torch.zeros((), dtype=torch.float32, device=values.device),
+            **{moment: torch.zeros_like(values) for moment in MOMENTS},
         }
     return optimizer
+
+
+def update(optimizer: torch.optim.AdamW, shards: list[Shard], lr: float, factor: float) -> None:
+    """One step with all gradients times ``factor``. :meth:`Sharding.publish` has to follow."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for shard in shards:
+        assert shard.grad is not None
+        grad = shard.grad if factor == 1.0 else shard.grad.mul_(factor)
+        shard.values.grad = grad.to(shard.values.device)
+    optimizer.step()
+    for shard in shards:
+        shard.values.grad = None
 
 
 def set_step(optimizer: torch.optim.AdamW, step: int) -> None:

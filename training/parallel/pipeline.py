@@ -1,90 +1,129 @@
-"""One training step forward and backward: over pipeline stages, or alone.
+"""One training step forward and backward: this rank's list of actions, run in its order.
 
-Schedules come from ``torch.distributed.pipelining``: GPipe (Huang et al., 2019) and
-1F1B (Narayanan et al., 2019).
+The lists are :mod:`hpcrun.schedule`'s; a model without a pipeline is a pipeline of one rank.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hpcrun.recipe import Recipe
+from hpcrun.schedule import Action, Kind, actions, rank_of
+from hpcrun.timeline import Span
+from training.model.micro_batch import MicroBatch
 from training.model.transformer import Stage
+from training.monitor.stopwatch import watch
+from training.parallel.links import Links, Message
 from training.parallel.mesh import Mesh
-
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-
-
-class Runner(Protocol):
-    """Runs the micro-batches of one step and leaves the gradients of their mean loss."""
-
-    def run(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """``tokens`` (micro-batches x batch, sequence + 1); the mean loss on the last stage, else None."""
-
-
-class SingleStage:
-    """Gradient accumulation without a pipeline."""
-
-    def __init__(self, stage: Stage, micro_batches: int) -> None:
-        self._stage, self._micro_batches = stage, micro_batches
-
-    def run(self, tokens: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for part in tokens.chunk(self._micro_batches):
-            loss = self._stage.loss(self._stage(part[:, :-1]), part[:, 1:]) / self._micro_batches
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+from training.parallel.sharding import Sharding
+from training.parallel.tensor import WeightGradients
 
 
 class Pipeline:
-    """One stage of a pipeline schedule."""
+    """This rank's stages.
 
-    def __init__(self, stage: Stage, recipe: Recipe, mesh: Mesh, micro_batches: int) -> None:
-        self._mesh = mesh
-        model, batch = recipe.model, recipe.train.micro_batch
-        tokens = torch.zeros(batch, model.sequence, dtype=torch.long, device="meta")
-        hidden = torch.zeros(batch, model.sequence, model.hidden, device="meta", requires_grad=True)
-        logits = torch.zeros(batch, model.sequence, _local_vocab(stage), device="meta", requires_grad=True)
-        pipeline_stage = PipelineStage(
-            stage,
-            mesh.at.pp,
-            mesh.layout.pp,
-            mesh.device,
-            input_args=(tokens if mesh.first_stage else hidden,),
-            output_args=(logits if mesh.last_stage else hidden,),
-            group=mesh.pp,
-        )
+    Attributes:
+        spans: when each action of the last step ran, in seconds from the step's first.
+    """
 
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return stage.loss(output, target) / micro_batches
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        recipe: Recipe,
+        mesh: Mesh,
+        sharding: Sharding,
+        products: WeightGradients,
+        micro_batches: int,
+    ) -> None:
+        parallel, pp = recipe.parallel, mesh.layout.pp
+        self._stages, self._mesh, self._sharding, self._products = stages, mesh, sharding, products
+        self._count, self._last = micro_batches, parallel.stages - 1
+        self._lists = actions(parallel.schedule, pp, parallel.stages_per_rank, micro_batches)
+        self._rank_of = [
+            rank_of(parallel.schedule, pp, parallel.stages_per_rank, stage)
+            for stage in range(parallel.stages)
+        ]
+        self.spans: list[Span] = []
 
-        self._schedule = _SCHEDULES[recipe.parallel.schedule](
-            pipeline_stage, micro_batches, loss_fn=loss, scale_grads=False
-        )
+    def run(self, batch: Sequence[MicroBatch], scale: float) -> torch.Tensor:
+        """Leave the gradients of ``scale`` times the sum of all losses with the sharding.
 
-    def run(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        inputs, target = tokens[:, :-1], tokens[:, 1:]
-        if self._mesh.first_stage:
-            self._schedule.step(inputs)
-            return None
-        if not self._mesh.last_stage:
-            self._schedule.step()
-            return None
-        losses: list[torch.Tensor] = []
-        self._schedule.step(target=target, losses=losses)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        Returns:
+            That sum over this rank's tokens, fp64; zero where the last stage is elsewhere.
+        """
+        step = _Step(self, batch, scale)
+        self._sharding.start_step()
+        self.spans = []
+        run: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: step.forward,
+            Kind.BACKWARD: step.backward,
+            Kind.INPUT: step.backward_input,
+            Kind.WEIGHT: step.backward_weight,
+        }
+        began = time.perf_counter()
+        for action in self._lists[self._mesh.at.pp]:
+            start = time.perf_counter() - began
+            with watch("forward" if action.kind is Kind.FORWARD else "backward"):
+                run[action.kind](action)
+            self.spans.append(Span(action, start, time.perf_counter() - began))
+        step.links.finish()
+        self._sharding.finish()
+        return step.loss
 
 
-def make_runner(stage: Stage, recipe: Recipe, mesh: Mesh, micro_batches: int) -> Runner:
-    """What runs the micro-batches of one step on this rank."""
-    if mesh.layout.pp == 1:
-        return SingleStage(stage, micro_batches)
-    return Pipeline(stage, recipe, mesh, micro_batches)
+class _Step:
+    """What lives from a micro-batch's forward to the end of its backward."""
 
+    def __init__(self, pipeline: Pipeline, batch: Sequence[MicroBatch], scale: float) -> None:
+        self._stages, self._last = pipeline._stages, pipeline._last
+        self._sharding, self._products = pipeline._sharding, pipeline._products
+        self._batch, self._scale = batch, scale
+        like = next(iter(self._stages.values())).boundary(batch[0])
+        self.links = Links(pipeline._mesh, pipeline._lists, pipeline._rank_of, like)
+        self.loss = torch.zeros((), dtype=torch.float64, device=like.device)
+        self._alive: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
-def _local_vocab(stage: Stage) -> int:
-    return stage.head.weight.shape[0] if stage.head is not None else 0
+    def forward(self, action: Action) -> None:
+        stage, number = action.stage, action.micro_batch
+        x = None
+        if stage:
+            x = self.links.take(Message(True, stage, number)).detach().requires_grad_()
+        out = self._stages[stage](x, self._batch[number])
+        self._alive[stage, number] = (x, out)
+        if stage < self._last:
+            self.links.send(Message(True, stage + 1, number), out.detach())
+        else:
+            self.loss += out.detach()
+
+    def backward(self, action: Action, split: bool = False) -> None:
+        stage, number = action.stage, action.micro_batch
+        x, out = self._alive.pop((stage, number))
+        if stage < self._last:
+            grad = self.links.take(Message(False, stage, number))
+        else:
+            grad = torch.full_like(out, self._scale)
+        self._sharding.begin_backward(last=number == len(self._batch) - 1, split=split)
+        torch.autograd.backward(out, grad)
+        if x is not None:
+            assert x.grad is not None
+            self.links.send(Message(False, stage - 1, number), x.grad)
+        if not split:
+            self._sharding.end_backward(self._stages[stage].units)
+
+    def backward_input(self, action: Action) -> None:
+        with self._products.keep() as kept:
+            self.backward(action, split=True)
+        self._kept[action.stage, action.micro_batch] = kept
+
+    def backward_weight(self, action: Action) -> None:
+        units = self._stages[action.stage].units
+        self._sharding.prepare(units)
+        with torch.no_grad():
+            for product in self._kept.pop((action.stage, action.micro_batch)):
+                product()
+        self._sharding.begin_backward(last=action.micro_batch == len(self._batch) - 1, split=False)
+        self._sharding.end_backward(units)
