@@ -195,7 +195,7 @@ def _pipeline_problems(recipe: Recipe, layout: Layout) -> list[str]:
 
 def _data_problems(recipe: Recipe, layout: Layout) -> list[str]:
     model, parallel, ep = recipe.model, recipe.parallel, layout.ep
-    problems = ["model.moe is not available in the trainer yet; remove it"] if model.moe else []
+    problems = []
     if ep > 1 and model.moe is None:
         problems.append(f"parallel.ep {ep} needs experts; set model.moe")
     elif model.moe and model.moe.experts % ep:

@@ -14,6 +14,7 @@ from training.data.batches import Batches
 from training.model.dropout import Noise
 from training.model.layers import Build
 from training.model.transformer import Stage, token_table
+from training.monitor.load import ExpertLoad
 from training.optim.adamw import make_optimizer
 from training.parallel.collectives import Region
 from training.parallel.mesh import Mesh
@@ -34,6 +35,7 @@ class Parts:
     optimizer: torch.optim.AdamW
     batches: Batches
     noise: Noise
+    load: ExpertLoad
 
 
 def assemble(recipe: Recipe, mesh: Mesh) -> Parts:
@@ -44,7 +46,9 @@ def assemble(recipe: Recipe, mesh: Mesh) -> Parts:
     noise = Noise(recipe.train.seed, place)
     products = WeightGradients()
     make = Maker(recipe.train.seed, mesh.device)
-    build = Build(model, mesh, make, region, products, noise)
+    load = ExpertLoad()
+    samples = recipe.train.global_batch // recipe.train.micro_batch
+    build = Build(model, mesh, make, region, products, noise, load, samples)
     sharding = Sharding(mesh, parallel.zero, parallel.offload)
     numbers = stages_of(parallel.schedule, mesh.layout.pp, parallel.stages_per_rank, at.pp)
     last = parallel.stages - 1
@@ -75,4 +79,4 @@ def assemble(recipe: Recipe, mesh: Mesh) -> Parts:
     pipeline = Pipeline(stages, recipe, mesh, sharding, products, count)
     optimizer = make_optimizer(sharding.shards, recipe.train)
     modules = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-    return Parts(modules, sharding, pipeline, optimizer, Batches(recipe, mesh), noise)
+    return Parts(modules, sharding, pipeline, optimizer, Batches(recipe, mesh), noise, load)

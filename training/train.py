@@ -59,6 +59,8 @@ class Totals:
     loss: float
     grad_norm: float
     stop: bool
+    expert_imbalance: float | None
+    """The busiest expert's tokens over the fair share, mean over blocks and micro-batches."""
 
 
 class Trainer:
@@ -141,18 +143,22 @@ class Trainer:
 
     def _totals(self, loss: torch.Tensor) -> Totals:
         """What all ranks have to agree on, in one sum over the world."""
-        mine = torch.stack(
+        first = self.mesh.at.tp == 0
+        imbalance, terms = self.parts.load.take() if first else (0.0, 0)
+        told = [float(self.stop.wanted), imbalance, float(terms)]
+        mine = torch.cat(
             [
-                loss if self.mesh.at.tp == 0 else torch.zeros_like(loss),
-                self.parts.sharding.square(),
-                torch.tensor(float(self.stop.wanted), dtype=torch.float64, device=self.mesh.device),
+                loss.view(1) if first else torch.zeros_like(loss.view(1)),
+                self.parts.sharding.square().view(1),
+                torch.tensor(told, dtype=torch.float64, device=self.mesh.device),
             ]
         )
         with watch("communication"):
             if self.layout.world > 1:
                 dist.all_reduce(mine)
-            total, square, stop = mine.tolist()
-        return Totals(total, math.sqrt(square) if square >= 0 else math.nan, stop > 0)
+            total, square, stop, imbalance, terms = mine.tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        return Totals(total, norm, stop > 0, imbalance / terms if terms else None)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         """bf16 computes matrix products in bf16; weights, norms, loss and gradients stay fp32."""
@@ -263,6 +269,7 @@ class Trainer:
             step_s=seconds,
             **{f"{phase}_s": round(phases[phase], 6) for phase in PHASES},
             peak_memory_bytes=peak_memory(self.mesh.device),
+            **({"expert_imbalance": totals.expert_imbalance} if model.moe else {}),
         )
 
     def _event(self, event: str, **fields: object) -> None:

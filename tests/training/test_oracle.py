@@ -28,6 +28,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "llama3", "factor": 4.0, "original_sequence": 8},
     },
 }
+MODELS["mixtral"] = {
+    "kv_heads": 2,
+    "ffn_hidden": 24,
+    "moe": {
+        "experts": 4,
+        "expert_ffn": 20,
+        "shared_experts": 1,
+        "dense_layers": 1,
+        "balance_loss": 0.5,
+        "z_loss": 0.1,
+    },
+}
 SP = {"sequence_parallel": True}
 
 CASES: list[tuple[str, dict[str, Any], int | None]] = [
@@ -58,6 +70,13 @@ CASES: list[tuple[str, dict[str, Any], int | None]] = [
     ("gpt", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zbv"}, None),
     ("llama", {"tp": 2, "dp": 2, "zero": 3} | SP, None),
     ("gpt", {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "schedule": "zero_bubble"} | SP, None),
+    ("mixtral", {"dp": 2, "ep": 2}, None),
+    ("mixtral", {"dp": 4, "ep": 2, "zero": 3}, None),
+    ("mixtral", {"dp": 4, "ep": 4, "zero": 1, "zero_group": 2}, None),
+    ("mixtral", {"tp": 2} | SP, 3),
+    ("mixtral", {"cp": 2, "ep": 2}, None),
+    ("mixtral", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "zero": 2} | SP, None),
+    ("mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zbv"}, None),
     ("llama", {"tp": 2, "pp": 2, "cp": 2, "zero": 3, "schedule": "zbv"} | SP, 3),
 ]
 

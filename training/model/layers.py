@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hpcrun.recipe import Model, RopeScaling
-from training.model.dropout import Dropout, Noise
+from training.model.dropout import Noise
 from training.model.micro_batch import MicroBatch
+from training.monitor.load import ExpertLoad
 from training.parallel.collectives import Region
 from training.parallel.mesh import Mesh
 from training.parallel.parameters import Maker
@@ -31,6 +32,9 @@ class Build:
     region: Region
     products: WeightGradients
     noise: Noise
+    load: ExpertLoad
+    micro_batches: int
+    """In the global batch."""
 
     @property
     def out_std(self) -> float:
@@ -186,19 +190,19 @@ class HeadNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020) or GELU, the inner features split over tp."""
+    """SwiGLU (Shazeer, 2020) or GELU, the ``width`` inner features split over tp."""
 
-    def __init__(self, name: str, build: Build) -> None:
+    def __init__(self, name: str, build: Build, width: int) -> None:
         super().__init__()
         model, mesh = build.model, build.mesh
         tp, index = mesh.layout.tp, mesh.at.tp
         self.gated = model.activation == "swiglu"
         parts = ("gate", "up") if self.gated else ("up",)
-        inner = model.ffn // tp
+        inner = width // tp
 
         def pieces(kind: str, *columns: int) -> list[Piece]:
             return stack(
-                *(split_rows(f"{name}.{part}.{kind}", (model.ffn, *columns), inner, index) for part in parts)
+                *(split_rows(f"{name}.{part}.{kind}", (width, *columns), inner, index) for part in parts)
             )
 
         self.up = ColumnParallelLinear(
@@ -212,7 +216,7 @@ class MLP(nn.Module):
             products=build.products,
         )
         self.down = RowParallelLinear(
-            split_columns(f"{name}.down.weight", (model.hidden, model.ffn), tp, index),
+            split_columns(f"{name}.down.weight", (model.hidden, width), tp, index),
             inner,
             model.hidden,
             build.out_std,
@@ -232,24 +236,6 @@ def activate(x: torch.Tensor, gated: bool) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, layer: int, build: Build, rotary: Rotary | None) -> None:
-        super().__init__()
-        name, rate = f"layers.{layer}", build.model.dropout
-        self.attention_norm = Norm(f"{name}.attention_norm", build)
-        self.attention = Attention(f"{name}.attention", build, rotary)
-        self.attention_dropout = Dropout(f"{name}.attention", rate, build.noise)
-        self.mlp_norm = Norm(f"{name}.mlp_norm", build)
-        self.mlp = MLP(f"{name}.mlp", build)
-        self.mlp_dropout = Dropout(f"{name}.mlp", rate, build.noise)
-
-    def forward(self, x: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), micro_batch))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x), micro_batch))
 
 
 def _whole_bias(name: str, build: Build) -> list[Piece] | None:

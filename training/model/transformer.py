@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from training.model.block import Block
 from training.model.dropout import Dropout
-from training.model.layers import Block, Build, Norm, Rotary
+from training.model.layers import Build, Norm, Rotary
 from training.model.micro_batch import MicroBatch
 from training.parallel.parameters import ModelParameter, model_parameters
 from training.parallel.pieces import whole

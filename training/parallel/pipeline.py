@@ -26,7 +26,7 @@ class Pipeline:
     """This rank's stages.
 
     Attributes:
-        spans: when each action of the last step ran, in seconds from the step's first.
+        spans: when each action of the last step ran, in seconds of the host's monotonic clock.
     """
 
     def __init__(
@@ -63,12 +63,11 @@ class Pipeline:
             Kind.INPUT: step.backward_input,
             Kind.WEIGHT: step.backward_weight,
         }
-        began = time.perf_counter()
         for action in self._lists[self._mesh.at.pp]:
-            start = time.perf_counter() - began
+            start = time.perf_counter()
             with watch("forward" if action.kind is Kind.FORWARD else "backward"):
                 run[action.kind](action)
-            self.spans.append(Span(action, start, time.perf_counter() - began))
+            self.spans.append(Span(action, start, time.perf_counter()))
         step.links.finish()
         self._sharding.finish()
         return step.loss

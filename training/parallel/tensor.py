@@ -104,6 +104,12 @@ def _leave(grad: torch.Tensor, region: Region) -> Pending:
     )
 
 
+def linear(x: torch.Tensor, weight: ModelParameter, products: WeightGradients) -> torch.Tensor:
+    """y = x W^T of a matrix that is not split."""
+    y: torch.Tensor = _Linear.apply(x, weight, None, None, products)
+    return y
+
+
 class ColumnParallelLinear(nn.Module):
     """(sequence [/ tp], batch, in) -> (sequence, batch, out / tp)."""
 
@@ -151,7 +157,7 @@ class RowParallelLinear(nn.Module):
         self._region, self._products = region, products
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._region.leave(_Linear.apply(x, self.weight, None, None, self._products))
+        y = self._region.leave(linear(x, self.weight, self._products))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
