@@ -16,6 +16,7 @@ CONTRACT = {
     "hpcrun.config",
     "hpcrun.counts",
     "hpcrun.errors",
+    "hpcrun.hardware",
     "hpcrun.layout",
     "hpcrun.manifest",
     "hpcrun.recipe",

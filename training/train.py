@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from hpcrun.config import Document, load_yaml, validate
-from hpcrun.counts import training_flops
 from hpcrun.errors import UserError
 from hpcrun.layout import Layout, make_layout
 from hpcrun.recipe import Recipe
@@ -34,6 +33,7 @@ from training.model.micro_batch import MicroBatch
 from training.monitor.heartbeat import Heartbeat
 from training.monitor.memory import peak_memory
 from training.monitor.stopwatch import PHASES, lap, watch
+from training.monitor.utilisation import Utilisation, device_name, product_type
 from training.optim.adamw import learning_rate, set_step, update
 from training.parallel.collectives import all_reduce_
 from training.parallel.mesh import Mesh
@@ -79,6 +79,8 @@ class Trainer:
         self.mesh = Mesh(self.layout, launch.rank, device, timeout, recipe)
         self.parts = assemble(recipe, self.mesh)
         self.samples = Samples(recipe)
+        products = product_type(recipe.train.precision, device)
+        self.utilisation = Utilisation(recipe.model, device_name(device), products, launch.world)
         self.random = RandomState(launch.rank, device)
         self.step = self.consumed = 0
         leads = launch.rank == 0
@@ -265,7 +267,7 @@ class Trainer:
             lr=lr,
             tokens=self.consumed * model.sequence,
             tokens_per_s=tokens / seconds,
-            model_flops_per_s=training_flops(model) * tokens / seconds,
+            **self.utilisation.of(tokens / seconds),
             step_s=seconds,
             **{f"{phase}_s": round(phases[phase], 6) for phase in PHASES},
             peak_memory_bytes=peak_memory(self.mesh.device),

@@ -19,6 +19,7 @@ from tests.training.runs import checkpoints, curve, recipe, train_here, train_on
 from training import train
 from training.checkpoint.save import SaveError
 from training.data.tokens import Samples
+from training.monitor.stopwatch import PHASES
 from training.train import Trainer
 
 LAYOUT = {"tp": 2, "pp": 2}
@@ -218,7 +219,11 @@ def test_metrics_hold_what_readers_rely_on(tokens: Path, tmp_path: Path) -> None
         "tokens",
         "tokens_per_s",
         "step_s",
-    }
+        "model_flops_per_s",
+        "peak_memory_bytes",
+    } | {f"{phase}_s" for phase in PHASES}
+    for line in lines:
+        assert 0 < sum(line[f"{phase}_s"] for phase in PHASES) <= line["step_s"] + 1e-3
     assert lines[-1]["tokens"] == 4 * 16 * 16
 
 
