@@ -3,13 +3,30 @@
 ``F.scaled_dot_product_attention`` does not give the log-sum-exp of its rows, without which results
 over different keys cannot be merged. The aten operators below it do; torch's own context parallelism
 calls the same ones. Those for CUDA are tested by their signature only, and not run on several GPUs.
+
+A dry run computes on fake tensors, which have shapes and no values, in a fake process group, where
+collectives return at once; torch's own memory estimation does the same.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "FakeStore",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "flash_backward",
+    "flash_forward",
+    "flash_takes",
+    "tree_leaves",
+]
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

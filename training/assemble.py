@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpcrun.layout import micro_batches, stage_layers
+from hpcrun.layout import micro_batches as micro_batches_of
+from hpcrun.layout import stage_layers
 from hpcrun.recipe import Recipe
 from hpcrun.schedule import stages_of
 from training.data.batches import Batches
@@ -17,6 +18,7 @@ from training.model.transformer import Stage, token_table
 from training.monitor.load import ExpertLoad
 from training.optim.adamw import make_optimizer
 from training.parallel.collectives import Region
+from training.parallel.dispatch import Dispatch, Planner
 from training.parallel.mesh import Mesh
 from training.parallel.parameters import Maker
 from training.parallel.pipeline import Pipeline
@@ -38,17 +40,28 @@ class Parts:
     load: ExpertLoad
 
 
-def assemble(recipe: Recipe, mesh: Mesh) -> Parts:
-    """The trainer of one rank, with its initial weights. Collective."""
+def assemble(
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    micro_batches: int | None = None,
+    plan: Planner = Dispatch.plan,
+    draw: bool = True,
+) -> Parts:
+    """The trainer of one rank, with its initial weights. Collective.
+
+    A dry run has fewer ``micro_batches`` than the recipe, another ``plan`` of what experts get, and
+    does not ``draw`` weights.
+    """
     parallel, model, at = recipe.parallel, recipe.model, mesh.at
     region = Region(mesh.tp, parallel.sequence_parallel)
     place = f"/cp{at.cp}" * (mesh.layout.cp > 1) + f"/tp{at.tp}" * region.scattered
     noise = Noise(recipe.train.seed, place)
     products = WeightGradients()
-    make = Maker(recipe.train.seed, mesh.device)
+    make = Maker(recipe.train.seed, mesh.device, draw=draw)
     load = ExpertLoad()
     samples = recipe.train.global_batch // recipe.train.micro_batch
-    build = Build(model, mesh, make, region, products, noise, load, samples)
+    build = Build(model, mesh, make, region, products, noise, load, samples, plan)
     sharding = Sharding(mesh, parallel.zero, parallel.offload)
     numbers = stages_of(parallel.schedule, mesh.layout.pp, parallel.stages_per_rank, at.pp)
     last = parallel.stages - 1
@@ -75,7 +88,7 @@ def assemble(recipe: Recipe, mesh: Mesh) -> Parts:
         )
         for number in numbers
     }
-    count = micro_batches(recipe, mesh.layout)
+    count = micro_batches or micro_batches_of(recipe, mesh.layout)
     pipeline = Pipeline(stages, recipe, mesh, sharding, products, count)
     optimizer = make_optimizer(sharding.shards, recipe.train)
     modules = nn.ModuleDict({str(number): stage for number, stage in stages.items()})

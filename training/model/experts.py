@@ -12,7 +12,7 @@ from torch import nn
 from training.model.layers import MLP, Build, activate
 from training.model.micro_batch import MicroBatch
 from training.parallel.collectives import all_reduce_
-from training.parallel.dispatch import Dispatch, grouped_linear
+from training.parallel.dispatch import grouped_linear
 from training.parallel.mesh import index_in, size_of
 from training.parallel.pieces import of_experts, split_columns, split_rows, stack, whole
 from training.parallel.tensor import linear
@@ -135,7 +135,7 @@ class Experts(nn.Module):
             capacity = math.ceil(len(flat) * moe.top_k / moe.experts * moe.capacity)
             kept = within_capacity(routing.chosen, moe.experts, capacity)
         flat = _AddLoss.apply(flat, self._losses(logits, routing))
-        plan = Dispatch.plan(routing.chosen, kept, moe.experts, build.mesh.ep)
+        plan = build.plan(routing.chosen, kept, moe.experts, build.mesh.ep)
         rows = plan.send(flat, moe.top_k)
         rows = activate(grouped_linear(rows, self.up, plan.counts, build.products), self.gated)
         rows = grouped_linear(rows, self.down, plan.counts, build.products)
@@ -150,7 +150,8 @@ class Experts(nn.Module):
         micro-batch adds its tokens', and each tensor parallel rank, which has all of them, its share.
         """
         moe, layout = self.moe, self._build.mesh.layout
-        counts = torch.bincount(routing.chosen.flatten(), minlength=moe.experts)
+        chosen = routing.chosen.flatten()
+        counts = chosen.new_zeros(moe.experts).index_add_(0, chosen, torch.ones_like(chosen))
         all_reduce_(counts, self._build.mesh.cp)
         self._build.load.add(counts)
         tokens = len(logits) * layout.cp

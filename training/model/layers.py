@@ -15,6 +15,7 @@ from training.model.dropout import Noise
 from training.model.micro_batch import MicroBatch
 from training.monitor.load import ExpertLoad
 from training.parallel.collectives import Region
+from training.parallel.dispatch import Planner
 from training.parallel.mesh import Mesh
 from training.parallel.parameters import Maker
 from training.parallel.pieces import Piece, split_columns, split_rows, stack, whole
@@ -35,6 +36,8 @@ class Build:
     load: ExpertLoad
     micro_batches: int
     """In the global batch."""
+    plan: Planner
+    """Decides which tokens travel where."""
 
     @property
     def out_std(self) -> float:
@@ -45,8 +48,7 @@ class Build:
     def positions(self) -> torch.Tensor:
         """Global positions of this rank's part of the sequence, (sequence / cp,) int64."""
         layout = self.mesh.layout
-        device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
-        return zigzag_positions(self.model.sequence, layout.cp, self.mesh.at.cp, device)
+        return zigzag_positions(self.model.sequence, layout.cp, self.mesh.at.cp, self.mesh.device)
 
 
 class Norm(nn.Module):

@@ -9,15 +9,13 @@ class ExpertLoad:
     """How unevenly experts were used since the last look."""
 
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._terms: list[torch.Tensor] = []
 
     def add(self, counts: torch.Tensor) -> None:
         """Tokens per expert of one micro-batch in one block."""
-        self._sum += float(counts.max() / counts.float().mean())
-        self._count += 1
+        self._terms.append(counts.max() / counts.float().mean())
 
     def take(self) -> tuple[float, int]:
         """The busiest expert's tokens over the fair share: sum, and number of terms."""
-        taken = self._sum, self._count
-        self._sum, self._count = 0.0, 0
-        return taken
+        terms, self._terms = self._terms, []
+        return float(torch.stack(terms).sum()) if terms else 0.0, len(terms)

@@ -24,18 +24,23 @@ class Pending:
         tensor: torch.Tensor,
         work: dist.Work | None = None,
         *,
+        source: torch.Tensor | None = None,
         after: Pending | None = None,
         then: Callable[[], torch.Tensor] | None = None,
     ) -> None:
-        """Of one collective, or ``after`` another tensor is finished; ``then`` makes the result."""
+        """Of one collective, or ``after`` another tensor is finished; ``then`` makes the result.
+
+        ``source`` is read meanwhile, and kept until then.
+        """
         self._tensor, self._work, self._after, self._then = tensor, work, after, then
+        self._source = source
 
     def wait(self) -> torch.Tensor:
         """The finished tensor."""
         if self._work is not None:
             with watch("communication"):
                 self._work.wait()
-            self._work = None
+            self._work = self._source = None
         if self._after is not None:
             self._after.wait()
             self._after = None
@@ -81,19 +86,13 @@ def reduce_scatter_start(tensor: torch.Tensor, group: dist.ProcessGroup | None) 
     if group is None:
         return Pending(tensor)
     tensor, size = tensor.contiguous(), group.size()
-    if tensor.device.type == "cpu":
+    if dist.get_backend(group) == "gloo":
         parts = torch.empty_like(tensor)
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
-        return Pending(parts, work, then=lambda: _sum_parts(parts, size))
+        return Pending(parts, work, source=tensor, then=lambda: parts.unflatten(0, (size, -1)).sum(0))
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-    return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))
-
-
-def _sum_parts(parts: torch.Tensor, size: int) -> torch.Tensor:
-    first, *rest = parts.view(size, parts.shape[0] // size, *parts.shape[1:]).unbind(0)
-    for part in rest:
-        first = first.add_(part)
-    return first
+    work = dist.reduce_scatter_single(out, tensor, group=group, async_op=True)
+    return Pending(out, work, source=tensor)
 
 
 class _Enter(torch.autograd.Function):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from training.monitor.stopwatch import watch
-from training.parallel.mesh import size_of
+from training.parallel.mesh import index_in, size_of
 from training.parallel.parameters import ModelParameter
 from training.parallel.tensor import WeightGradients
 
@@ -65,6 +66,20 @@ class Dispatch:
             group,
         )
 
+    @classmethod
+    def evenly(
+        cls, chosen: torch.Tensor, kept: torch.Tensor | None, experts: int, group: dist.ProcessGroup | None
+    ) -> Dispatch:
+        """What :meth:`plan` gives when all experts are chosen alike; needs no values."""
+        pairs = torch.arange(chosen.numel(), device=chosen.device)
+        size, rank = size_of(group), index_in(group)
+        held = experts // size
+        shares = [chosen.numel() * (i + 1) // experts - chosen.numel() * i // experts for i in range(experts)]
+        sent = [sum(shares[i * held : (i + 1) * held]) for i in range(size)]
+        counts = [size * share for share in shares[rank * held : (rank + 1) * held]]
+        order = torch.arange(sum(counts), device=chosen.device)
+        return cls(pairs, sent, [sent[rank]] * size, order, counts, group)
+
     def send(self, x: torch.Tensor, choices: int) -> torch.Tensor:
         """(tokens, hidden) -> (rows of the local experts, hidden), one expert after the other."""
         rows = x[self.pairs // choices]
@@ -84,6 +99,9 @@ class Dispatch:
             return rows
         out: torch.Tensor = _AllToAll.apply(rows, sent, received, self.group)
         return out
+
+
+Planner = Callable[[torch.Tensor, torch.Tensor | None, int, dist.ProcessGroup | None], Dispatch]
 
 
 class _AllToAll(torch.autograd.Function):

@@ -44,7 +44,7 @@ class Mesh:
         self.device = device
         self.at = layout.coordinates(rank)
         self._timeout = timeout
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         data, ep = layout.data, layout.ep
         zero = recipe.parallel.zero_group or data
         expert_zero = max(1, zero // ep)
@@ -119,7 +119,7 @@ class Mesh:
                     mine = group
         return mine
 
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return dist.new_group(ranks, timeout=self._timeout)
 
 

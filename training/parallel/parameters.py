@@ -6,6 +6,8 @@ starts from the same weights.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import xxhash
 from torch import nn
@@ -33,27 +35,28 @@ class ModelParameter(nn.Parameter):
     tied: bool
     """Whether another pipeline rank holds it too, and their gradients are to be summed."""
 
-    def add_gradient(self, output_grad: torch.Tensor, x: torch.Tensor) -> None:
-        """gradient += output_grad^T x, of (tokens, rows) and (tokens, columns)."""
-        assert self.gradient is not None
-        if output_grad.dtype == self.gradient.dtype:
-            self.gradient.addmm_(output_grad.t(), x)
-        else:
-            self.gradient.add_(output_grad.t() @ x)
+
+def add_gradient(parameter: ModelParameter, output_grad: torch.Tensor, x: torch.Tensor) -> None:
+    """gradient += output_grad^T x, of (tokens, rows) and (tokens, columns)."""
+    assert parameter.gradient is not None
+    if output_grad.dtype == parameter.gradient.dtype:
+        parameter.gradient.addmm_(output_grad.t(), x)
+    else:
+        parameter.gradient.add_(output_grad.t() @ x)
 
 
 class Maker:
-    """Makes parameters on one device from one seed."""
+    """Makes parameters on one device from one seed; without ``draw`` all matrices are zero."""
 
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self._seed, self._device, self.dtype = seed, device, dtype
+    def __init__(self, seed: int, device: torch.device, *, draw: bool = True) -> None:
+        self._seed, self._device, self._draw, self.dtype = seed, device, draw, torch.float32
 
     def normal(
         self, pieces: list[Piece], rows: int, columns: int, std: float, *, expert: bool = False
     ) -> ModelParameter:
         """A matrix with normal values; rows that no piece covers are zero."""
         local = torch.zeros(rows, columns, dtype=self.dtype, device=self._device)
-        if self._device.type != "meta":
+        if self._draw:
             for piece in pieces:
                 piece.of(local).copy_(draw_normal(self._seed, piece, std))
         return self._parameter(local, pieces, decays=True, expert=expert)
@@ -87,8 +90,8 @@ def draw_normal(seed: int, piece: Piece, std: float) -> torch.Tensor:
 
 
 def model_parameters(module: nn.Module) -> list[ModelParameter]:
-    """All parameters of ``module`` in a fixed order."""
-    return [parameter for parameter in module.parameters() if isinstance(parameter, ModelParameter)]
+    """All parameters of ``module`` in a fixed order; those of a dry run have the fields, not the class."""
+    return cast(list[ModelParameter], list(module.parameters()))
 
 
 def name_seed(seed: int, name: str) -> int:

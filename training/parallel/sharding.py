@@ -15,6 +15,7 @@ by the tokens of the whole batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -229,12 +230,17 @@ class Unit:
                 for bucket in self.buckets:
                     bucket.reduce_start(last)
 
+    def collect(self) -> None:
+        """Wait for what is being summed."""
+        for bucket in self.buckets:
+            bucket.collect()
+
     def finish(self) -> None:
         """At the end of the step: complete what is being summed."""
-        for bucket in self.buckets:
-            if self.late:
+        if self.late:
+            for bucket in self.buckets:
                 bucket.reduce_start(last=True)
-            bucket.collect()
+        self.collect()
 
 
 class _Border(torch.autograd.Function):
@@ -261,6 +267,7 @@ class Sharding:
         self._vectors: list[Shard] = []
         self._owners: dict[ModelParameter, Unit] = {}
         self._last = self._split = False
+        self._reducing: deque[Unit] = deque()
         self._passive = zero == 0 and mesh.layout.data == 1
 
     def adopt(self, stage: int, parameters: Iterable[ModelParameter]) -> Unit:
@@ -330,7 +337,7 @@ class Sharding:
     def end_backward(self, units: list[Unit]) -> None:
         """The weight gradients of a stage with ``units`` are complete for one micro-batch."""
         for unit in units:
-            unit.done(self._last)
+            self._done(unit)
 
     def prepare(self, units: list[Unit]) -> None:
         """Before weight gradients that were left for later are made."""
@@ -339,6 +346,7 @@ class Sharding:
 
     def finish(self) -> None:
         """Complete all gradients: after it each shard's is the sum over the whole batch."""
+        self._reducing.clear()
         for unit in self.units:
             unit.finish()
         for shard in self._vectors:
@@ -375,7 +383,15 @@ class Sharding:
         if self._split:
             unit.release()
         else:
-            unit.done(self._last)
+            self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
+        """Under zero 2 and 3 the sum of one unit travels while the next computes, and no longer."""
+        unit.done(self._last)
+        if self._zero >= 2:
+            self._reducing.append(unit)
+            if len(self._reducing) > 1:
+                self._reducing.popleft().collect()
 
     def _neighbour(self, unit: Unit, step: int) -> None:
         """Under zero 3, begin to gather what is needed next."""

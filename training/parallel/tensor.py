@@ -28,7 +28,7 @@ from training.parallel.collectives import (
     reduce_scatter_start,
 )
 from training.parallel.mesh import Mesh
-from training.parallel.parameters import Maker, ModelParameter
+from training.parallel.parameters import Maker, ModelParameter, add_gradient
 from training.parallel.pieces import Piece, split_rows
 
 
@@ -85,16 +85,16 @@ class _Linear(torch.autograd.Function):
             product = (flat @ weight.to(grad.dtype)).view(*grad.shape[:-1], -1)
             dx = _leave(product, region) if region else Pending(product)
 
-        def add_gradient() -> None:
+        def sum_products() -> None:
             full = (gathered or input()).wait()
-            weight.add_gradient(flat, full.flatten(0, -2))
+            add_gradient(weight, flat, full.flatten(0, -2))
             if bias is not None:
                 bias.grad.add_(flat.sum(0))
 
         if later:
-            products.kept.append(add_gradient)
+            products.kept.append(sum_products)
         else:
-            add_gradient()
+            sum_products()
         return dx.wait() if ctx.needs_input else None, None, None, None, None
 
 
