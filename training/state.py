@@ -11,7 +11,7 @@ import torch
 
 from training.checkpoint.local import LocalTensor
 from training.optim.adamw import MOMENTS
-from training.parallel.sharding import Shard
+from training.parallel.units import Shard
 
 
 class RandomState:

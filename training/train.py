@@ -106,6 +106,7 @@ class Trainer:
 
     def _train_step(self) -> bool:
         """One optimizer step. Returns whether any rank has been asked to stop."""
+        lap()
         began = time.monotonic()
         train, parts = self.recipe.train, self.parts
         self.heartbeat.beat("step", self.step + 1)

@@ -11,8 +11,9 @@ from training.model.layers import Build, Norm, Rotary
 from training.model.micro_batch import MicroBatch
 from training.parallel.parameters import ModelParameter, model_parameters
 from training.parallel.pieces import whole
-from training.parallel.sharding import Sharding, Unit
+from training.parallel.sharding import Sharding
 from training.parallel.tensor import VocabParallelTable, lookup
+from training.parallel.units import Unit
 
 
 def token_table(name: str, build: Build) -> VocabParallelTable:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from hpcrun.recipe import Train
-from training.parallel.sharding import Shard
+from training.parallel.units import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
