@@ -74,7 +74,8 @@ def wait_until(
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds} s for {what}; {_evidence(run)}")
+            queue = cluster.run(["scontrol", "show", "job"], check=False).stdout if cluster else ""
+            raise AssertionError(f"waited {seconds} s for {what}; {queue}{_evidence(run)}")
         if cluster:
             _lift_requeue_wait(cluster)
         time.sleep(0.5)

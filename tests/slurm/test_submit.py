@@ -117,7 +117,7 @@ def test_a_failing_command_fails_the_job_once_with_its_own_code(
     )
     ended = finish(cluster, installed, run, 90)
     assert (ended["state"], ended["attempts"]) == ("failed", 1)
-    assert cluster.job(ended["job_id"])["ExitCode"] == "7:0"
+    assert cluster.wait_state(ended["job_id"], "FAILED")["ExitCode"] == "7:0"
 
 
 def test_a_secret_reaches_the_ranks_but_neither_script_nor_slurm(
