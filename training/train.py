@@ -92,7 +92,7 @@ class Trainer:
         self._resume()
         steps = self.recipe.train.steps
         while self.step < steps:
-            stopping = self._train_step()
+            stopping = self.train_step()
             last = self.step == steps
             if stopping and not last:
                 self._event("stopping", step=self.step)
@@ -104,7 +104,7 @@ class Trainer:
         self.heartbeat.beat("done", self.step)
         return EXIT_DONE
 
-    def _train_step(self) -> bool:
+    def train_step(self) -> bool:
         """One optimizer step. Returns whether any rank has been asked to stop."""
         lap()
         began = time.monotonic()

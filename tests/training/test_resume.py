@@ -45,14 +45,14 @@ def eight(tokens: Path) -> Recipe:
 
 def stop_after(step: int, rank: int, signum: int) -> None:
     """Send this rank ``signum`` in the middle of its step ``step``."""
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
     def stepping(self: Trainer) -> bool:
         if self.step == step - 1 and self.launch.rank == rank:
             os.kill(os.getpid(), signum)
         return train_step(self)
 
-    Trainer._train_step = stepping  # type: ignore[method-assign]
+    Trainer.train_step = stepping  # type: ignore[method-assign]
 
 
 def train_and_signal(wanted: Recipe, out: str, step: int, rank: int, signum: int) -> int:

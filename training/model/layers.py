@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hpcrun.recipe import Model, RopeScaling
 from training.model.dropout import Noise
 from training.model.micro_batch import MicroBatch
+from training.model.pointwise import rms_norm, rotate, swiglu
 from training.monitor.load import ExpertLoad
 from training.parallel.collectives import Region
 from training.parallel.dispatch import Planner
@@ -72,13 +73,6 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight in fp32, or wider where x is."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
-
-
 class Rotary:
     """Rotates pairs of features by their position (Su et al., 2021), for this rank's positions."""
 
@@ -89,14 +83,12 @@ class Rotary:
         if model.rope_scaling:
             frequencies = scale_frequencies(frequencies, model.rope_scaling)
         angles = torch.outer(build.positions.cpu().double(), frequencies)[:, None, None]
-        self._cos, self._sin = (part.float().to(build.mesh.device) for part in (angles.cos(), angles.sin()))
+        self._cos = torch.cat((angles, angles), -1).cos().float().to(build.mesh.device)
+        self._sin = angles.sin().float().to(build.mesh.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(sequence, batch, heads, head size) -> the same."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        left, right = x.to(wide).chunk(2, -1)
-        cos, sin = self._cos, self._sin
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+        return rotate(x, self._cos, self._sin)
 
 
 def scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -168,11 +160,13 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.size))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
+        both, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = both.split((self.heads, self.kv_heads), 2)
+            both = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
+            both = self.rotary(both)
+        q, k = both.split((self.heads, self.kv_heads), 2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         mixed = attention(q, k, v, group=self._cp, documents=micro_batch.documents)
         return self.o(mixed.permute(2, 0, 1, 3).flatten(2))
@@ -236,8 +230,7 @@ def activate(x: torch.Tensor, gated: bool) -> torch.Tensor:
     """SwiGLU of [gate; up] along the last dimension, or GELU in GPT-2's tanh form."""
     if not gated:
         return F.gelu(x, approximate="tanh")
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return swiglu(x)
 
 
 def _whole_bias(name: str, build: Build) -> list[Piece] | None:
