@@ -6,13 +6,14 @@ SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server ip
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup lint test test-all demo wheel slurm-packages
+.PHONY: help setup lint test test-all gpu-check demo wheel slurm-packages
 
 help:
 	@echo "make setup     virtual environment in .venv"
 	@echo "make demo      train on this machine, lose a rank, see the run go on"
 	@echo "make test      lint and all tests but the slow ones"
 	@echo "make test-all  lint and all tests"
+	@echo "make gpu-check the trainer on one GPU, in a few minutes"
 	@echo "make lint      ruff, mypy, shellcheck, import rules"
 	@echo "make wheel     the wheel, in dist/"
 
@@ -45,6 +46,12 @@ test: setup slurm-packages lint
 
 test-all: setup slurm-packages lint
 	$(BIN)/pytest
+
+# Any Python with torch for CUDA and hpcrun's other dependencies: make gpu-check PYTHON=python3
+PYTHON := $(BIN)/python
+
+gpu-check:
+	$(PYTHON) -m tests.gpu.check
 
 slurm-packages:
 	@missing=$$(for package in $(SLURM_PACKAGES); do \

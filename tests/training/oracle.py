@@ -68,6 +68,11 @@ def _put_together(out: Path, step: int, world: int) -> Gradients:
     return whole
 
 
+def norm_of(gradients: Gradients) -> float:
+    """Over all of them."""
+    return float(sum(float(np.square(values).sum()) for values in gradients.values()) ** 0.5)
+
+
 def furthest(found: list[Gradients], expected: list[Gradients]) -> float:
     """The largest relative difference of any gradient in any step, by norms.
 
@@ -77,7 +82,7 @@ def furthest(found: list[Gradients], expected: list[Gradients]) -> float:
     worst = 0.0
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
-        total = sum(float(np.square(values).sum()) for values in theirs.values()) ** 0.5
+        total = norm_of(theirs)
         for name, values in theirs.items():
             scale = max(float(np.linalg.norm(values)), 1e-4 * total)
             worst = max(worst, float(np.linalg.norm(mine[name] - values)) / scale)

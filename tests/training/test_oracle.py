@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrun.recipe import Recipe
-from tests.training.oracle import Gradients, furthest, losses, record, world_of
+from tests.training.oracle import Gradients, furthest, losses, norm_of, record, world_of
 from tests.training.runs import recipe
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -113,18 +113,35 @@ def oracle(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(tokens, tmp_path_factory.mktemp("oracle"))
 
 
+FAULTS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "gradients scaled by 2^N with a data parallel group of one": ("plain", {"dp": 1, "zero": 3}, None),
+    "expert gradients missing from the global norm": ("mixtral", {"dp": 4, "ep": 2, "zero": 3}, None),
+    "gradients of copied key and value heads not summed": ("llama", {"tp": 4}, None),
+    "a stage's own layer numbers load another stage's weights": ("plain", {"pp": 4}, None),
+    "a loss averaged per micro-batch, not per valid token": ("gpt", {"dp": 2, "zero": 2}, 3),
+    "the context parallel size missing, or twice, in the loss scale": ("plain", {"cp": 2}, 3),
+    "tensor and expert shards counted several times, or never, in the norm": ("mixtral", {"tp": 2} | SP, 3),
+    "a parameter that ranks see parts of, not marked so": ("llama", {"tp": 2} | SP, None),
+}
+"""Silent faults of mixed layouts that users met in the field, and the case that would show each."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_silent_fault_that_is_known_has_its_case(fault: str) -> None:
+    assert FAULTS[fault] in CASES
+
+
 @pytest.mark.parametrize(("model", "layout", "document_end"), CASES, ids=str)
 def test_losses_and_gradients_are_those_of_one_process(
     oracle: Oracle, tmp_path: Path, model: str, layout: dict[str, Any], document_end: int | None
 ) -> None:
-    """Field reports: gradients scaled with a data group of one, copied key heads not summed, a loss
-    averaged per micro-batch, the context size missing in its scale, shards counted twice in the norm,
-    per-head norms not marked as partial."""
+    """And the norm is that of the gradients that the optimizer gets, put together from all ranks."""
     out = tmp_path / "split"
     found = record(wanted(oracle.tokens, model, layout, document_end), world_of(layout), out)
     gradients, expected = oracle.of(model, document_end)
     assert furthest(found, gradients) < 1e-4
-    for (loss, norm), (expected_loss, expected_norm) in zip(losses(out), expected, strict=True):
+    for one, (loss, norm), (expected_loss, expected_norm) in zip(found, losses(out), expected, strict=True):
+        assert norm == pytest.approx(norm_of(one), rel=1e-5)
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert expected[0][1] > 0.5, "clipping must be at work"
