@@ -49,8 +49,10 @@ def interleave(
     returns in the ``warmup`` rounds before the others is dropped.
 
     Raises:
-        ValueError: a candidate returned no finite, positive number.
+        ValueError: no candidates, or one returned no finite, positive number.
     """
+    if not candidates:
+        raise ValueError(f"{title}: nothing to measure")
     machine = describe_machine()
     for _ in range(warmup):
         for candidate in candidates.values():

@@ -56,7 +56,7 @@ def candidates(recipe: Recipe, layouts: dict[str, Recipe], folder: Path) -> list
         count = micro_batches(wanted, layout)
         baseline = _times("bare loop", layout.world) if plain else _times("sgemm", layout.world)
         limit = count / (count + layout.pp - 1)
-        make = partial(_trainer, wanted, folder / name)
+        make = partial(trainer_step, wanted, folder / name)
         trainers.append(Candidate(name, layout.world, tokens, make, baseline, limit))
     others = []
     for world in sorted({one.world for one in trainers}):
@@ -75,11 +75,11 @@ def measure(recipe: Recipe, wanted: list[Candidate], rounds: int, folder: Path) 
         for one in wanted:
             ranks = Ranks(one.world, recipe, folder / one.name, one.make)
             stack.callback(ranks.close)
-            rates[one.name] = partial(_rate, ranks, one.tokens)
+            rates[one.name] = partial(rate, ranks, one.tokens)
         return interleave(recipe.name, rates, "tokens/s", rounds)
 
 
-def _rate(ranks: Ranks, tokens: int) -> float:
+def rate(ranks: Ranks, tokens: int) -> float:
     return tokens / ranks.step()
 
 
@@ -95,7 +95,7 @@ def _layout(name: str, recipe: Recipe) -> Layout:
         raise UserError(f"layout {name}: {error}") from error
 
 
-def _trainer(recipe: Recipe, out: Path, device: torch.device) -> Step:
+def trainer_step(recipe: Recipe, out: Path, device: torch.device) -> Step:
     return Trainer(recipe, under_torchrun(os.environ, out), device, StopRequest()).train_step
 
 

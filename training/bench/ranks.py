@@ -38,7 +38,11 @@ class Ranks:
         """
         folder.mkdir(parents=True)
         self._ranks = [_fork(rank, world, recipe, folder, make) for rank in range(world)]
-        self._hear()
+        try:
+            self._hear()
+        except UserError:
+            self.close()
+            raise
 
     def step(self) -> float:
         """All ranks do one step at the same time; the slowest one's seconds."""
