@@ -6,7 +6,7 @@ SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server ip
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup lint test test-all gpu-check demo wheel slurm-packages
+.PHONY: help setup lint test test-all gpu-check peers demo wheel slurm-packages
 
 help:
 	@echo "make setup     virtual environment in .venv"
@@ -14,6 +14,7 @@ help:
 	@echo "make test      lint and all tests but the slow ones"
 	@echo "make test-all  lint and all tests"
 	@echo "make gpu-check the trainer on one GPU, in a few minutes"
+	@echo "make peers     other trainers beside ours; installs them in .venv-peers"
 	@echo "make lint      ruff, mypy, shellcheck, import rules"
 	@echo "make wheel     the wheel, in dist/"
 
@@ -52,6 +53,15 @@ PYTHON := $(BIN)/python
 
 gpu-check:
 	$(PYTHON) -m tests.gpu.check
+
+PEERS := .venv-peers
+
+peers: setup
+	[ -x $(PEERS)/bin/python ] || $(BIN)/python -m venv $(PEERS)
+	DS_BUILD_OPS=0 $(PEERS)/bin/pip install --quiet --disable-pip-version-check $(TORCH) hatchling editables setuptools wheel
+	DS_BUILD_OPS=0 $(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation \
+		$(TORCH) ai2-olmo-core==3.0.0 deepspeed==0.19.8 -e '.[train]'
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m tests.peers.compare
 
 slurm-packages:
 	@missing=$$(for package in $(SLURM_PACKAGES); do \

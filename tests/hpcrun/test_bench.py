@@ -190,3 +190,8 @@ def test_gpus_are_named_where_nvml_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_names() == []
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_names() == []
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to measure"):
+        interleave("empty", {}, "s", 1)

@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleZBVZeroBubble
+from torch.nn import functional as F
 
 from hpcrun.bench.interleave import interleave
 from hpcrun.errors import UserError
@@ -78,13 +82,8 @@ def olmo(recipe: Recipe, layout: str, device: torch.device) -> Step:
         common["dp_config"] = parts.TransformerDataParallelConfig(name=kind_of_data)
     if layout == "tp2":
         common["tp_config"] = parts.TransformerTensorParallelConfig(degree=2)
-    kind: Any = parts.TransformerTrainModuleConfig
-    if layout.startswith("pp2"):
-        names = parts.PipelineScheduleType
-        schedule = names.zbv_zero_bubble if "bubble" in layout else names.single_1F1B
-        common["pp_config"] = parts.TransformerPipelineParallelConfig(degree=2, schedule=schedule)
-        kind = parts.TransformerPipelineTrainModuleConfig
-    module = kind(**common).build(network.build(init_device="cpu"), device=device)
+    config = parts.TransformerTrainModuleConfig(**common)
+    module: Any = config.build(network.build(init_device="cpu"), device=device)
     module._trainer = types.SimpleNamespace(
         record_metric=lambda *_, **__: None,
         record_ce_loss=lambda *_, **__: None,
@@ -132,8 +131,73 @@ def deepspeed(recipe: Recipe, layout: str, device: torch.device) -> Step:
     return step
 
 
-PEERS: dict[str, Callable[[Recipe, str, torch.device], Step]] = {"OLMo-core": olmo, "DeepSpeed": deepspeed}
-KNOWN = {"OLMo-core": set(LAYOUTS), "DeepSpeed": {"single", "dp2", "zero3"}}
+class Part(nn.Module):
+    """Some blocks of the plain decoder; the first part embeds, the last gives logits."""
+
+    def __init__(self, decoder: Decoder, number: int, count: int) -> None:
+        super().__init__()
+        size = len(decoder.layers) // count
+        self.embedding = decoder.embedding if number == 0 else None
+        self.layers = nn.ModuleList(list(decoder.layers)[number * size : (number + 1) * size])
+        self.ends = nn.Sequential(decoder.norm, decoder.head) if number == count - 1 else None
+        self.register_buffer("cos", decoder.cos, persistent=False)
+        self.register_buffer("sin", decoder.sin, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return x if self.ends is None else self.ends(x)
+
+
+def pipelining(recipe: Recipe, layout: str, device: torch.device) -> Step:
+    """torch.distributed.pipelining on the plain decoder: 1F1B, or ZBV with two parts per rank."""
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    train, model, rank = recipe.train, recipe.model, dist.get_rank()
+    zbv = "bubble" in layout
+    numbers = [rank, 3 - rank] if zbv else [rank]
+    count, decoder = 2 * len(numbers), Decoder(model)
+    parts = [Part(decoder, number, count) for number in numbers]
+    stages: list[Any] = [
+        PipelineStage(part, n, count, device) for n, part in zip(numbers, parts, strict=True)
+    ]
+    micro_batches = train.global_batch // train.micro_batch
+    schedule: Any = (
+        ScheduleZBVZeroBubble(stages, micro_batches, loss_fn=loss)
+        if zbv
+        else Schedule1F1B(stages[0], micro_batches, loss_fn=loss)
+    )
+    weights = [weight for part in parts for weight in part.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=train.lr, weight_decay=train.weight_decay, fused=True)
+    tokens = samples(recipe, 1)
+
+    def step() -> None:
+        schedule.step(*([tokens] if 0 in numbers else []), target=tokens if count - 1 in numbers else None)
+        square = torch.stack(
+            [weight.grad.square().sum() for weight in weights if weight.grad is not None]
+        ).sum()
+        dist.all_reduce(square)
+        torch.nn.utils.clip_grads_with_norm_(weights, train.clip_grad, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+PEERS: dict[str, Callable[[Recipe, str, torch.device], Step]] = {
+    "OLMo-core": olmo,
+    "DeepSpeed": deepspeed,
+    "torch pipelining": pipelining,
+}
+KNOWN = {
+    "OLMo-core": {"single", "dp2", "zero3", "tp2"},
+    "DeepSpeed": {"single", "dp2", "zero3"},
+    "torch pipelining": {"pp2", "pp2 zero bubble"},
+}
 
 
 def quiet(make: Peer, device: torch.device) -> Step:

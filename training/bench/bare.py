@@ -51,6 +51,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Decoder(nn.Module):
     """(batch, sequence) tokens and targets -> the mean loss."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.embedding = nn.Embedding(model.vocab, model.hidden)

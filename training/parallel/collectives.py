@@ -1,7 +1,7 @@
 """Collectives on plain tensors; a group of None is this rank alone.
 
-On gloo they are direct messages, :mod:`training.parallel.direct`, where that is faster; what ranks get
-from others they sum in the order of ranks.
+Gloo's own reduce-scatter takes longer than its all-reduce, so there it is an exchange of parts that
+each rank then sums in the order of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from training.monitor.stopwatch import watch
-from training.parallel.direct import Exchange, parts_of
 from training.parallel.mesh import size_of
 
 
@@ -23,7 +22,7 @@ class Pending:
     def __init__(
         self,
         tensor: torch.Tensor,
-        work: dist.Work | Exchange | None = None,
+        work: dist.Work | None = None,
         *,
         source: torch.Tensor | None = None,
         after: Pending | None = None,
@@ -58,31 +57,7 @@ def all_reduce_start(
     """Reduce ``tensor`` in place."""
     if group is None:
         return Pending(tensor)
-    if op in _PAIRWISE and group.size() == 2 and tensor.nbytes <= _PAIRWISE_BYTES and _is_gloo(group):
-        return _pairwise(tensor, group, _PAIRWISE[op])
     return Pending(tensor, dist.all_reduce(tensor, op=op, group=group, async_op=True))
-
-
-_PAIRWISE: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-}
-_PAIRWISE_BYTES = 8 << 20
-"""Of larger tensors gloo's own all-reduce is as fast, and needs no second tensor."""
-
-
-def _pairwise(
-    tensor: torch.Tensor, group: dist.ProcessGroup, combine: Callable[..., torch.Tensor]
-) -> Pending:
-    source, other = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    into = [other, other]
-    into[group.rank()] = source
-    work = Exchange([source, source], into, group)
-    return Pending(other, work, source=source, then=lambda: combine(tensor, other, out=tensor))
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
 
 
 def all_reduce_(
@@ -102,11 +77,7 @@ def gather_start(
         return Pending(tensor if out is None else out.copy_(tensor))
     if out is None:
         out = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
-    tensor = tensor.detach().contiguous()
-    if _is_gloo(group):
-        messages = Exchange([tensor] * group.size(), parts_of(out, group.size()), group)
-        return Pending(out, messages, source=tensor)
-    work = dist.all_gather_single(out, tensor, group=group, async_op=True)
+    work = dist.all_gather_single(out, tensor.contiguous(), group=group, async_op=True)
     return Pending(out, work)
 
 
@@ -114,11 +85,11 @@ def reduce_scatter_start(tensor: torch.Tensor, group: dist.ProcessGroup | None) 
     """This rank's of equal parts along dimension 0 of the sum over all ranks; they divide it."""
     if group is None:
         return Pending(tensor)
-    tensor, size = tensor.detach().contiguous(), group.size()
-    if _is_gloo(group):
+    tensor, size = tensor.contiguous(), group.size()
+    if dist.get_backend(group) == "gloo":
         parts = torch.empty_like(tensor)
-        messages = Exchange(parts_of(tensor, size), parts_of(parts, size), group)
-        return Pending(parts, messages, source=tensor, then=lambda: parts.unflatten(0, (size, -1)).sum(0))
+        work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
+        return Pending(parts, work, source=tensor, then=lambda: parts.unflatten(0, (size, -1)).sum(0))
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     work = dist.reduce_scatter_single(out, tensor, group=group, async_op=True)
     return Pending(out, work, source=tensor)
