@@ -9,17 +9,33 @@ Tensors carry canonical names: global layer number, unfused, unpadded, tied once
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpcrun.records import RunDir, parse_checkpoint_name
 
 MANIFEST = "manifest.json"
 HASH_BLOCK = 4 << 20
+ITEM_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Of one element, by the name of the dtype."""
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}', re.DOTALL)
 
 
@@ -37,11 +53,18 @@ class Piece(_Strict):
     hashes: list[str]
     """xxh3-64 (hex) of each HASH_BLOCK bytes of the piece."""
 
+    @property
+    def elements(self) -> int:
+        return math.prod(stop - start for start, stop in self.box)
+
 
 class Tensor(_Strict):
     dtype: str
     shape: list[int]
     pieces: list[Piece]
+
+    def bytes_of(self, piece: Piece) -> int:
+        return piece.elements * ITEM_BYTES[self.dtype]
 
 
 class File(_Strict):
@@ -71,6 +94,14 @@ class Manifest(_Strict):
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    def data_ranges(self) -> list[list[tuple[int, int]]]:
+        """Where tensor data lies in each file: (offset, bytes)."""
+        ranges: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                ranges[piece.file].append((piece.offset, tensor.bytes_of(piece)))
+        return ranges
 
 
 class ManifestError(Exception):
@@ -103,6 +134,26 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         raise ManifestError(f"{path}: not a valid manifest: {first['loc']}: {first['msg']}") from error
+
+
+def block_hash(block: bytes | memoryview) -> str:
+    """xxh3-64 (hex)."""
+    return xxhash.xxh3_64_hexdigest(block)
+
+
+def hash_frame(fd: int, size: int, data: Iterable[tuple[int, int]]) -> str:
+    """xxh3-64 (hex) of all bytes of a file outside the (offset, bytes) ranges of ``data``."""
+    digest = xxhash.xxh3_64()
+    position = 0
+    for offset, length in [*sorted(data), (size, 0)]:
+        while position < offset:
+            block = os.pread(fd, min(HASH_BLOCK, offset - position), position)
+            if not block:
+                return "truncated"
+            digest.update(block)
+            position += len(block)
+        position = max(position, offset + length)
+    return digest.hexdigest()
 
 
 def checkpoints_newest_first(run: RunDir) -> Iterator[tuple[int, int, Path]]:

@@ -18,12 +18,13 @@ from hpcrun.manifest import (
     ManifestError,
     Piece,
     Tensor,
+    block_hash,
     checkpoints_newest_first,
+    hash_frame,
     read_manifest,
 )
 from hpcrun.records import RESUMED, RunDir, read_json_lines
 from training.checkpoint.local import DTYPES, LocalTensor, lengths, overlap, volume, within
-from training.checkpoint.shardfile import block_hash, hash_frame
 from training.parallel.exchange import broadcast_json, gather_json, rank_of_job, ranks_in_job
 
 RNG = "rng/"
@@ -137,10 +138,7 @@ def _some(names: list[str]) -> str:
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
     """Sizes of all files, and the frames of this rank's share of them."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
-    for tensor in manifest.tensors.values():
-        for piece in tensor.pieces:
-            ranges[piece.file].append((piece.offset, _piece_bytes(tensor, piece)))
+    ranges = manifest.data_ranges()
     world, rank = ranks_in_job(), rank_of_job()
     for index, file in enumerate(manifest.files):
         path = folder / file.name
@@ -185,7 +183,7 @@ def _read_piece(
     dtype = DTYPES[tensor.dtype]
     box = tuple(piece.box)
     shape = lengths(box)
-    total = _piece_bytes(tensor, piece)
+    total = tensor.bytes_of(piece)
     buffer = np.empty(total, dtype=np.uint8)
     first, last = _byte_span(shared, box, dtype.itemsize)
     fd = os.open(path, os.O_RDONLY)
@@ -213,7 +211,3 @@ def _byte_span(
     for part, length in zip(index, shape, strict=True):
         first, last = first * length + part.start, last * length + part.stop - 1
     return first * width, (last + 1) * width
-
-
-def _piece_bytes(tensor: Tensor, piece: Piece) -> int:
-    return volume(tuple(piece.box)) * DTYPES[tensor.dtype].itemsize

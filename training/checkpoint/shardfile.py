@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
-import xxhash
 
 from hpcrun.errors import one_line
-from hpcrun.manifest import HASH_BLOCK
+from hpcrun.manifest import HASH_BLOCK, block_hash, hash_frame
 from training.checkpoint.local import STORED_AS, LocalTensor, dtype_name, lengths, raw_bytes
 
 _ALIGNMENT = 4096
@@ -50,25 +48,6 @@ def write_shard(path: Path, tensors: list[LocalTensor]) -> tuple[list[WrittenPie
     finally:
         os.close(fd)
     return pieces, size, frame
-
-
-def hash_frame(fd: int, size: int, data: Iterable[tuple[int, int]]) -> str:
-    """xxh3-64 of all bytes of a file outside the (offset, length) ranges of ``data``."""
-    digest = xxhash.xxh3_64()
-    position = 0
-    for offset, length in [*sorted(data), (size, 0)]:
-        while position < offset:
-            block = os.pread(fd, min(HASH_BLOCK, offset - position), position)
-            if not block:
-                return "truncated"
-            digest.update(block)
-            position += len(block)
-        position = max(position, offset + length)
-    return digest.hexdigest()
-
-
-def block_hash(block: bytes | memoryview) -> str:
-    return xxhash.xxh3_64_hexdigest(block)
 
 
 def _write_frame(path: Path, tensors: list[LocalTensor]) -> list[int]:
