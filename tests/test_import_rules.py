@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = {
+    "hpcrun.bench.interleave",
     "hpcrun.config",
     "hpcrun.counts",
     "hpcrun.errors",
