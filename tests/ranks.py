@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PR_SET_PDEATHSIG = 1
+from training.exit import end_with
 
 
 class RankFailed(AssertionError):
@@ -43,11 +42,12 @@ def _fork(
     rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[int, int]:
     read_end, write_end = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(write_end)
         return pid, read_end
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent)
     os.close(read_end)
     try:
         torch.set_num_threads(1)

@@ -1,8 +1,10 @@
-"""Leaving a rank."""
+"""How a rank ends."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
@@ -10,6 +12,19 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this forked process when its parent dies.
+
+    ``parent`` is the pid that the parent had before the fork: one that died before the kernel was
+    asked leaves no other trace.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def leave(code: int) -> NoReturn:

@@ -13,7 +13,6 @@ it kills its ranks; they also die with it.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -28,10 +27,9 @@ import torch
 
 import hpcrun.records
 import training
-from training.exit import leave
+from training.exit import end_with, leave
 from training.train import main_from_environment
 
-_PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -91,15 +89,9 @@ class Zygote:
 
 
 def become_rank(request: dict[str, Any], parent: int) -> None:
-    """In the child: take on environment, log and folder of one rank, train, and end. Never returns.
-
-    ``parent`` is the pid that the warm parent had before the fork: one that died before the
-    kernel was asked to tell us leaves no other trace.
-    """
+    """In the child of ``parent``: take on environment, log and folder of one rank, train, and end."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with(parent)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

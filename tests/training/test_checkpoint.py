@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from hpcrun.errors import UserError
-from hpcrun.manifest import MANIFEST, read_manifest
+from hpcrun.manifest import ITEM_BYTES, MANIFEST, read_manifest
 from hpcrun.records import RESUMED, RunDir, claim_attempt, replace_text
 from tests.ranks import RankFailed, run_ranks
 from training.checkpoint import save as saving
 from training.checkpoint.load import restore
-from training.checkpoint.local import LocalTensor
+from training.checkpoint.local import DTYPES, LocalTensor
 from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
 
 MODEL = {"hidden": 4}
@@ -332,3 +332,7 @@ def test_a_full_disk_is_named_on_every_rank_and_leaves_the_older_checkpoint(tmp_
         assert run_ranks(2, load_as_rank, str(run.path)) == [[5, 7.0]] * 2
     finally:
         subprocess.run(["umount", str(disk)], check=True, timeout=10)
+
+
+def test_sizes_are_known_without_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

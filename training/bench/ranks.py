@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -18,9 +17,8 @@ import torch.distributed as dist
 
 from hpcrun.errors import UserError
 from hpcrun.recipe import Recipe
+from training.exit import end_with
 from training.launch import choose_device, join
-
-_PR_SET_PDEATHSIG = 1
 
 Step = Callable[[], object]
 Make = Callable[[torch.device], Step]
@@ -78,6 +76,7 @@ class _Rank:
 def _fork(rank: int, world: int, recipe: Recipe, folder: Path, make: Make) -> _Rank:
     asked, ask = os.pipe()
     answers, answer = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(asked)
@@ -85,7 +84,7 @@ def _fork(rank: int, world: int, recipe: Recipe, folder: Path, make: Make) -> _R
         return _Rank(pid, os.fdopen(ask, "wb"), os.fdopen(answers, "rb"))
     os.close(ask)
     os.close(answers)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent)
     with os.fdopen(asked, "rb") as questions, os.fdopen(answer, "w", buffering=1) as out:
         try:
             step, device = _prepare(rank, world, recipe, folder, make)
