@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,3 +166,11 @@ def checkpoints_newest_first(run: RunDir) -> Iterator[tuple[int, int, Path]]:
         if parsed and (entry / MANIFEST).exists():
             found.append((parsed[0], parsed[1], entry))
     yield from sorted(found, key=lambda item: (item[0], item[1]), reverse=True)
+
+
+def superseder(starts: Mapping[int, int], step: int, attempt: int) -> int | None:
+    """The later attempt that went on from an older step than a checkpoint's, which is then void; or None.
+
+    ``starts``: the step at which each attempt began (:func:`hpcrun.records.resumed_steps`).
+    """
+    return next((later for later in sorted(starts) if later > attempt and starts[later] < step), None)

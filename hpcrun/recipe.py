@@ -7,6 +7,7 @@ an error with file and line before anything queues.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,6 +54,20 @@ def _check_variable(value: Any) -> Any:
     return value
 
 
+def _check_interval(value: Any) -> Any:
+    """Steps as a number; ``30m`` and ``auto`` stay text, because a bare number is never seconds here."""
+    whole = _whole(value)
+    if isinstance(whole, int) and not isinstance(whole, bool) and whole > 0:
+        return whole
+    if value == "auto":
+        return value
+    if isinstance(value, str) and not value.isdigit():
+        with suppress(ValueError):
+            parse_seconds(value)
+            return value
+    raise ValueError(f"{value!r} is no interval; write a number of steps, a duration like 30m, or auto")
+
+
 _NAME_SCHEMA = {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
 _VARIABLE_SCHEMA = {"type": "string", "pattern": f"^{VARIABLE_NAME.pattern}$"}
 _ENVIRONMENT_SCHEMA = {
@@ -66,6 +81,7 @@ Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seconds = Annotated[int, BeforeValidator(parse_seconds), _text_or_integer(minimum=1)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes), _text_or_integer(minimum=0)]
+Interval = Annotated[int | str, BeforeValidator(_check_interval), _text_or_integer(minimum=1)]
 RunName = Annotated[str, BeforeValidator(_check_name), WithJsonSchema(_NAME_SCHEMA)]
 Environment = Annotated[
     dict[str, str], BeforeValidator(_check_environment), WithJsonSchema(_ENVIRONMENT_SCHEMA)
@@ -242,8 +258,34 @@ class Train(Section):
 class Checkpoint(Section):
     """When checkpoints are written and how many stay. See docs/checkpoints.md."""
 
-    every: Positive = Field(50, description="steps between checkpoints; the last step is always saved")
+    every: Interval = Field(
+        50,
+        description="steps between checkpoints, or a duration (30m), or auto: by the measured cost of a save "
+        "and the failure rate (Daly, 2006); the last step is always saved",
+    )
+    background: bool = Field(True, description="write behind the training, which stops for a copy only")
+    busy: Literal["wait", "skip"] = Field(
+        "wait", description="when a save is due and the last one has not ended: wait for it, or skip this one"
+    )
+    timeout: Seconds = Field(1800, description="time after which a save that has not ended is given up")
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue", description="after a periodic save that failed: train on, or stop the run"
+    )
     keep: Positive | None = Field(3, description="newest checkpoints to keep; null keeps all")
+    keep_every: Positive | None = Field(
+        None, description="keep those of steps that are multiples of this for ever"
+    )
+    keep_best: Positive | None = Field(None, description="keep so many with the lowest loss too")
+
+    @property
+    def every_steps(self) -> int | None:
+        """None where the interval is a time."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_seconds(self) -> int | None:
+        """None where the interval is a number of steps, or ``auto``."""
+        return parse_seconds(self.every) if isinstance(self.every, str) and self.every != "auto" else None
 
 
 class Resources(Section):
@@ -277,6 +319,9 @@ class Recovery(Section):
     node_timeout: Seconds = Field(30, description="silence after which a node counts as lost")
     start_timeout: Seconds = Field(300, description="time for all agents of an allocation to report")
     collective_timeout: Seconds = Field(300, description="time after which a stuck collective fails")
+    node_failures_per_year: float | None = Field(
+        None, gt=0, description="of one node, for checkpoint.every: auto; default: the site's, else 2.4"
+    )
     save_margin: Seconds | None = Field(
         None, description="time before the limit at which the run saves and requeues; default: the site's"
     )

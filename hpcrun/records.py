@@ -111,6 +111,18 @@ def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
     return next(read_json_lines(run.attempt(attempt) / CLAIM), {})
 
 
+def resumed_step(run: RunDir, attempt: int) -> int | None:
+    """The step at which an attempt began to train; None if it never did."""
+    step = next(read_json_lines(run.attempt(attempt) / RESUMED), {}).get("step")
+    return step if isinstance(step, int) else None
+
+
+def resumed_steps(run: RunDir) -> dict[int, int]:
+    """The step at which each attempt began, of those that did."""
+    found = {attempt: resumed_step(run, attempt) for attempt in range(1, run.last_attempt() + 1)}
+    return {attempt: step for attempt, step in found.items() if step is not None}
+
+
 def replace_text(path: Path, text: str, mode: int = 0o640) -> None:
     """Put ``text`` at ``path`` whole or not at all: temporary name, fsync, rename, fsync."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONTRACT = {
     "hpcrun.bench.interleave",
+    "hpcrun.blocks",
     "hpcrun.config",
     "hpcrun.counts",
     "hpcrun.errors",
@@ -22,7 +23,9 @@ CONTRACT = {
     "hpcrun.manifest",
     "hpcrun.recipe",
     "hpcrun.records",
+    "hpcrun.retention",
     "hpcrun.schedule",
+    "hpcrun.shardfile",
     "hpcrun.timeline",
     "hpcrun.units",
 }

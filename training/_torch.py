@@ -11,9 +11,12 @@ collectives return at once; torch's own memory estimation does the same.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "FakeStore",
     "FakeTensorMode",
+    "Store",
     "TorchDispatchMode",
     "flash_backward",
     "flash_forward",
     "flash_takes",
+    "job_store",
     "tree_leaves",
 ]
 
@@ -72,3 +77,11 @@ def flash_backward(
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
     lengths = (None, None, q.shape[2], k.shape[2])
     return _cuda_backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, unused, unused)
+
+
+def job_store() -> Store:
+    """A connection of its own to the store that the job's ranks met at, for a thread beside the training."""
+    if not dist.is_initialized():
+        return dist.HashStore()
+    store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
+    return store

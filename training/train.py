@@ -26,7 +26,7 @@ from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLine
 from training.assemble import assemble
 from training.checkpoint.load import Restored, restore
 from training.checkpoint.local import LocalTensor
-from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
+from training.checkpoint.saver import SaveError
 from training.data.tokens import Samples
 from training.launch import Launch, choose_device, join, under_agent
 from training.model.micro_batch import MicroBatch
@@ -37,6 +37,7 @@ from training.monitor.utilisation import Utilisation, device_name, product_type
 from training.optim.adamw import learning_rate, set_step, update
 from training.parallel.collectives import all_reduce_
 from training.parallel.mesh import Mesh
+from training.saves import Saves
 from training.state import RandomState, local_tensors
 
 
@@ -59,6 +60,10 @@ class Totals:
     loss: float
     grad_norm: float
     stop: bool
+    save: bool
+    """A checkpoint is due after this step."""
+    saved: bool
+    """The save in flight has ended, well or badly."""
     expert_imbalance: float | None
     """The busiest expert's tokens over the fair share, mean over blocks and micro-batches."""
 
@@ -86,26 +91,36 @@ class Trainer:
         leads = launch.rank == 0
         self.events = JsonLines(launch.run.events(launch.attempt, "trainer")) if leads else None
         self.metrics = JsonLines(launch.metrics) if leads else None
+        self.saves = Saves(recipe, launch, self.layout, self._event)
+        self.loss: float | None = None
 
     def train(self) -> int:
         """Train to the last step, or until asked to stop. Returns the exit code."""
+        try:
+            return self._train()
+        finally:
+            self.saves.drain()
+
+    def _train(self) -> int:
         self._resume()
         steps = self.recipe.train.steps
         while self.step < steps:
-            stopping = self.train_step()
+            totals = self.train_step()
             last = self.step == steps
-            if stopping and not last:
+            if totals.saved:
+                self.saves.conclude()
+            if totals.stop and not last:
                 self._event("stopping", step=self.step)
-            if last or stopping or self.step % self.recipe.checkpoint.every == 0:
-                self._save(must=last or stopping)
-            if stopping and not last:
+            if last or totals.stop or totals.save:
+                self._save(must=last or totals.stop)
+            if totals.stop and not last:
                 return EXIT_REQUEUE
         self._event("training_finished", step=self.step)
         self.heartbeat.beat("done", self.step)
         return EXIT_DONE
 
-    def train_step(self) -> bool:
-        """One optimizer step. Returns whether any rank has been asked to stop."""
+    def train_step(self) -> Totals:
+        """One optimizer step."""
         lap()
         began = time.monotonic()
         train, parts = self.recipe.train, self.parts
@@ -129,8 +144,9 @@ class Trainer:
             parts.sharding.publish()
         self.step += 1
         self.consumed += train.global_batch
+        self.loss = totals.loss
         self._log(totals, lr, time.monotonic() - began)
-        return totals.stop
+        return totals
 
     def _next_samples(self) -> torch.Tensor:
         """This data parallel rank's share of the next global batch."""
@@ -148,7 +164,8 @@ class Trainer:
         """What all ranks have to agree on, in one sum over the world."""
         first = self.mesh.at.tp == 0
         imbalance, terms = self.parts.load.take() if first else (0.0, 0)
-        told = [float(self.stop.wanted), imbalance, float(terms)]
+        asked = [self.stop.wanted, self.saves.due(self.step + 1), self.saves.decided]
+        told = [*map(float, asked), imbalance, float(terms)]
         mine = torch.cat(
             [
                 loss.view(1) if first else torch.zeros_like(loss.view(1)),
@@ -159,9 +176,9 @@ class Trainer:
         with watch("communication"):
             if self.layout.world > 1:
                 dist.all_reduce(mine)
-            total, square, stop, imbalance, terms = mine.tolist()
+            total, square, stop, save, saved, imbalance, terms = mine.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Totals(total, norm, stop > 0, imbalance / terms if terms else None)
+        return Totals(total, norm, stop > 0, save > 0, saved > 0, imbalance / terms if terms else None)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         """bf16 computes matrix products in bf16; weights, norms, loss and gradients stay fp32."""
@@ -178,7 +195,8 @@ class Trainer:
             self.step, self.consumed = restored.step, restored.state["samples"]
             set_step(self.parts.optimizer, self.step)
             self.parts.sharding.publish()
-            self.random.apply()
+            if restored.layout == asdict(self.layout):
+                self.random.apply()
             for name, reason in restored.rejected:
                 self._event("checkpoint_rejected", folder=name, reason=reason)
         if self.launch.rank == 0:
@@ -199,6 +217,8 @@ class Trainer:
         Raises:
             UserError: the data differ, and ``data.allow_change`` is not set.
         """
+        if "imported" in restored.state:
+            return
         data = changes("data", restored.state["data"], self.samples.identity)
         if data and not self.recipe.data.allow_change:
             raise UserError(
@@ -210,44 +230,17 @@ class Trainer:
             self._event("recipe_changed", changes=changed)
 
     def _save(self, must: bool) -> None:
-        """Save now. A periodic save that fails is reported, and training goes on."""
+        """Save now; in the background unless it ``must`` be on disk before the run goes on."""
         self.heartbeat.beat("save", self.step)
         self.random.refresh()
-        launch = self.launch
-        try:
-            report = save_checkpoint(
-                launch.run,
-                step=self.step,
-                attempt=launch.attempt,
-                claim=launch.claim,
-                layout=asdict(self.layout),
-                model=self.recipe.model.model_dump(),
-                state={
-                    "step": self.step,
-                    "samples": self.consumed,
-                    "data": self.samples.identity,
-                    "train": self.recipe.train.model_dump(),
-                },
-                tensors=self._state(),
-            )
-        except Superseded:
-            raise
-        except SaveError as error:
-            self._event("checkpoint_failed", step=self.step, reason=str(error))
-            if must:
-                raise
-            with suppress(OSError):
-                print(f"hpcrun: step {self.step}: no checkpoint: {error}", file=sys.stderr)
-            return
-        self._event(
-            "checkpoint_saved",
-            step=self.step,
-            folder=report.folder.name,
-            bytes=report.bytes,
-            seconds=round(report.seconds, 3),
-        )
-        if launch.rank == 0:
-            prune_checkpoints(launch.run, self.recipe.checkpoint.keep, launch.attempt)
+        state = {
+            "step": self.step,
+            "samples": self.consumed,
+            "loss": self.loss,
+            "data": self.samples.identity,
+            "train": self.recipe.train.model_dump(),
+        }
+        self.saves.save(self.step, state, self._state(), must)
 
     def _state(self) -> list[LocalTensor]:
         return local_tensors(self.parts.sharding.shards, self.parts.optimizer, self.random)

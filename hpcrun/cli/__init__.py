@@ -33,28 +33,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class LazyGroup(click.Group):
     """A group whose help needs no command module, so that it answers in a blink."""
 
+    commands_at: dict[str, tuple[str, str]] = COMMANDS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.commands_at)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.commands_at:
             return None
-        module, attribute = COMMANDS[cmd_name][0].split(":")
+        module, attribute = self.commands_at[cmd_name][0].split(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.commands_at.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
+        if name not in self.commands_at and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.commands_at, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(self.commands_at)}"
             raise UserError(f"no command {name!r}; {hint}")
         return super().resolve_command(ctx, args)
 

@@ -21,11 +21,18 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     return 0 if recipe.command else BYTES_PER_PARAMETER * parameter_count(recipe.model)
 
 
-def kept_bytes(recipe: Recipe) -> int:
-    """Bytes of all checkpoints that lie there at once: those kept, and the one being written."""
-    saves = -(-recipe.train.steps // recipe.checkpoint.every)
-    kept = saves if recipe.checkpoint.keep is None else min(saves, recipe.checkpoint.keep + 1)
-    return checkpoint_bytes(recipe) * kept
+def kept_bytes(recipe: Recipe) -> int | None:
+    """Bytes of all checkpoints that lie there at once: those kept, and the one being written.
+
+    None where nobody can say: all are kept, and the interval is a time.
+    """
+    wanted, steps = recipe.checkpoint, recipe.train.steps
+    saves = -(-steps // wanted.every_steps) if wanted.every_steps else None
+    if wanted.keep is None:
+        return None if saves is None else checkpoint_bytes(recipe) * saves
+    kept = wanted.keep + 1 + (wanted.keep_best or 0)
+    kept += steps // wanted.keep_every if wanted.keep_every else 0
+    return checkpoint_bytes(recipe) * (kept if saves is None else min(saves, kept))
 
 
 def data_notes(recipe: Recipe) -> list[str]:
@@ -49,11 +56,11 @@ def storage_notes(recipe: Recipe, site: Site, run: RunDir) -> list[str]:
     filesystem = site.filesystem
     parent = next(folder for folder in run.path.parents if folder.exists())
     free = shutil.disk_usage(parent).free
-    if kept:
-        each = show_bytes(checkpoint_bytes(recipe))
-        notes.append(
-            f"checkpoints take {each} each, at most {show_bytes(kept)} at once; {show_bytes(free)} are free"
-        )
+    each = checkpoint_bytes(recipe)
+    if each:
+        at_once = f"at most {show_bytes(kept)} at once" if kept is not None else "and all of them are kept"
+        notes.append(f"checkpoints take {show_bytes(each)} each, {at_once}; {show_bytes(free)} are free")
+    kept = kept if kept is not None else each
     if kept > free:
         notes.append(f"warning: {parent} has only {show_bytes(free)} free")
     if filesystem.quota_bytes is not None and kept > filesystem.quota_bytes:

@@ -81,6 +81,13 @@ def request_of(file: RunFile) -> Request:
     return make_request(file.recipe, file.site)
 
 
+def with_failure_rate(recipe: Recipe, site: Site) -> Recipe:
+    """The recipe with the site's rate of node failures, where it names none of its own."""
+    rate = recipe.recovery.node_failures_per_year or site.expectations.node_failures_per_year
+    recovery = recipe.recovery.model_copy(update={"node_failures_per_year": rate or None})
+    return recipe.model_copy(update={"recovery": recovery})
+
+
 def _ranks_per_node(recipe: Recipe, site: Site, gpus: int) -> int:
     return recipe.resources.ranks_per_node or gpus or site.node.ranks or 1
 

@@ -13,7 +13,7 @@ from hpcrun.errors import UserError
 from hpcrun.launch.environment import Export, job_environment
 from hpcrun.launch.estimate import data_notes, storage_notes
 from hpcrun.launch.render import batch_script, job_comment
-from hpcrun.launch.request import Options, Request, make_request, request_of
+from hpcrun.launch.request import Options, Request, make_request, request_of, with_failure_rate
 from hpcrun.recipe import Recipe
 from hpcrun.records import JsonLines, RunDir, replace_text
 from hpcrun.runs.create import (
@@ -58,6 +58,7 @@ def draft(recipe: Recipe, site: Site, options: Options) -> Draft:
         UserError: whatever would fail later and can be seen now.
     """
     request = make_request(recipe, site)
+    recipe = with_failure_rate(recipe, site)
     notes = data_notes(recipe)
     run = new_run(runs_folder(site, options.runs), recipe.name)
     tree = find_tree(Path.cwd()) if options.snapshot else None

@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.manifest import checkpoints_newest_first
-from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, STOP, RunDir, read_claim
+from hpcrun.manifest import checkpoints_newest_first, superseder
+from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, STOP, RunDir, read_claim, resumed_steps
 from hpcrun.runs.jobs import Job, jobs_of
-from hpcrun.runs.story import Event, last_line, reached_step, read_events, resumed_step
+from hpcrun.runs.story import Event, last_line, reached_step, read_events
 
 QUEUED = "queued"
 STARTING = "starting"
@@ -85,11 +85,11 @@ def last_checkpoint_step(run: RunDir) -> int | None:
 
     One that a later attempt did not start from, though it was further, is superseded.
     """
-    starts = {attempt: resumed_step(run, attempt) for attempt in range(1, run.last_attempt() + 1)}
-    for step, attempt, _ in checkpoints_newest_first(run):
-        if not any(later > attempt and start is not None and start < step for later, start in starts.items()):
-            return step
-    return None
+    starts = resumed_steps(run)
+    return next(
+        (step for step, attempt, _ in checkpoints_newest_first(run) if not superseder(starts, step, attempt)),
+        None,
+    )
 
 
 def _current_job(run: RunDir, events: list[Event], claims: list[dict[str, Any]]) -> Job | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrun.records import RESUMED, RunDir, read_claim, read_json_lines
+from hpcrun.records import RunDir, read_claim, read_json_lines, resumed_step
 from hpcrun.units import show_seconds
 
 Event = dict[str, Any]
@@ -112,12 +112,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def resumed_step(run: RunDir, attempt: int) -> int | None:
-    """The step that ``attempt`` started from, None when it never came so far."""
-    step = next(read_json_lines(run.attempt(attempt) / RESUMED), {}).get("step")
-    return step if isinstance(step, int) else None
 
 
 def reached_step(run: RunDir, attempt: int) -> int:

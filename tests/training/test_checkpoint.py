@@ -20,9 +20,11 @@ from hpcrun.manifest import ITEM_BYTES, MANIFEST, read_manifest
 from hpcrun.records import RESUMED, RunDir, claim_attempt, replace_text
 from tests.ranks import RankFailed, run_ranks
 from training.checkpoint import save as saving
+from training.checkpoint import saver
 from training.checkpoint.load import restore
 from training.checkpoint.local import DTYPES, LocalTensor
-from training.checkpoint.save import SaveError, Superseded, prune_checkpoints, save_checkpoint
+from training.checkpoint.save import Facts
+from training.checkpoint.saver import Retention, SaveError, Superseded, prune, save_checkpoint
 
 MODEL = {"hidden": 4}
 ROWS, COLUMNS = 6, 1000
@@ -58,18 +60,12 @@ def claimed(folder: Path) -> tuple[RunDir, int, str]:
     return run, attempt, claim
 
 
+def facts(run: RunDir, attempt: int, claim: str, step: int) -> Facts:
+    return Facts(run, step, attempt, claim, layout={"tp": 1}, model=MODEL, state={"step": step})
+
+
 def save(run: RunDir, attempt: int, claim: str, step: int, held: list[LocalTensor]) -> Path:
-    report = save_checkpoint(
-        run,
-        step=step,
-        attempt=attempt,
-        claim=claim,
-        layout={"tp": 1},
-        model=MODEL,
-        state={"step": step},
-        tensors=held,
-    )
-    return report.folder
+    return save_checkpoint(facts(run, attempt, claim, step), held).facts.folder
 
 
 @pytest.fixture
@@ -234,26 +230,26 @@ def test_a_half_written_folder_of_the_same_name_is_used_again(tmp_path: Path) ->
         save(run, attempt, claim, 1, tensors(10))
 
 
-def test_pruning_keeps_the_newest_and_clears_what_dead_attempts_left(two: tuple[RunDir, Path, Path]) -> None:
+def test_pruning_keeps_the_newest_and_clears_what_failed_saves_left(two: tuple[RunDir, Path, Path]) -> None:
     run = two[0]
     (run.checkpoints / "step_00000009.a0001").mkdir()
     (run.checkpoints / "notes").mkdir()
-    assert sorted(prune_checkpoints(run, 1, attempt=2)) == ["step_00000001.a0001", "step_00000009.a0001"]
+    prune(facts(run, 1, "claim", 2), Retention(keep=1))
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["notes", "step_00000002.a0001"]
 
 
 def save_as_rank(folder: str, claim: str, fill: float, victim: int, place: str) -> str:
     """Save on every rank; the victim dies at ``place``."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    real = getattr(saving, place, None)
-    if rank == victim and real:
+    module = saving if place == "write_shard" else saver
+    if rank == victim and place:
 
         def die(*arguments: Any) -> Any:
             if place == "write_shard":
                 arguments[0].write_bytes(b"half a file")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(saving, place, die)
+        setattr(module, place, die)
     held = tensors(fill, rank, world)
     return str(save(RunDir(Path(folder)), 1, claim, int(fill), held))
 
@@ -276,12 +272,12 @@ def test_ranks_write_their_own_rows_and_shared_tensors_once(tmp_path: Path) -> N
     assert run_ranks(1, load_as_rank, str(tmp_path)) == [[5, 7.0]]
 
 
-@pytest.mark.parametrize("place", ["write_shard", "_write_share", "_commit"])
+@pytest.mark.parametrize("place", ["write_shard", "write_share", "commit"])
 def test_a_rank_killed_during_a_save_costs_only_that_save(tmp_path: Path, place: str) -> None:
     """Field report: killed-mid-save."""
     _, _, claim = claimed(tmp_path)
     run_ranks(2, save_as_rank, str(tmp_path), claim, 5.0, -1, "")
-    victim = 0 if place == "_commit" else 1
+    victim = 0 if place == "commit" else 1
     with pytest.raises(RankFailed):
         run_ranks(2, save_as_rank, str(tmp_path), claim, 6.0, victim, place)
     assert run_ranks(2, load_as_rank, str(tmp_path)) == [[5, 7.0]] * 2

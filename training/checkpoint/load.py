@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from hpcrun.blocks import (
+    BlockReader,
+    Box,
+    Damaged,
+    block_span,
+    element_span,
+    lengths,
+    open_blocks,
+    touched,
+    volume,
+    within,
+)
 from hpcrun.errors import UserError
 from hpcrun.manifest import (
-    HASH_BLOCK,
     Manifest,
     ManifestError,
     Piece,
     Tensor,
-    block_hash,
     checkpoints_newest_first,
     hash_frame,
     read_manifest,
+    superseder,
 )
-from hpcrun.records import RESUMED, RunDir, read_json_lines
-from training.checkpoint.local import DTYPES, LocalTensor, lengths, overlap, volume, within
+from hpcrun.records import RunDir, resumed_steps
+from training.checkpoint.local import DTYPES, LocalTensor, dtype_name
 from training.parallel.exchange import broadcast_json, gather_json, rank_of_job, ranks_in_job
 
 RNG = "rng/"
-
-
-class Damaged(Exception):
-    """A checkpoint whose bytes are not what was written; says tensor, file and place."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Restored:
 
     folder: Path
     step: int
+    layout: dict[str, int]
+    """That of the ranks which wrote it."""
     state: dict[str, Any]
     rejected: list[tuple[str, str]] = field(default_factory=list)
     """Newer checkpoints that were passed over: (folder name, reason)."""
@@ -48,66 +56,75 @@ class Restored:
 def restore(run: RunDir, model: dict[str, Any], tensors: list[LocalTensor]) -> Restored | None:
     """Fill ``tensors`` from the newest checkpoint that verifies; None when there is none. Collective.
 
-    Any layout reads any other: a rank reads only the blocks that its boxes touch.
-    Random-number states of ranks that did not exist then stay as they are.
+    Any layout reads any other: a rank reads only the blocks that its boxes touch. Rank 0 decides which
+    checkpoint it is. Random-number states of ranks that did not exist then stay as they are.
 
     Raises:
-        UserError: the checkpoint is of another model, or lacks tensors, or has more.
+        UserError: the checkpoint is of another model, or lacks tensors, or has more; or there are
+            checkpoints, and none can be loaded.
     """
     rejected: list[tuple[str, str]] = []
     wanted = {name for names in gather_json([tensor.name for tensor in tensors]) for name in names}
-    candidates = broadcast_json([path.name for _, _, path in checkpoints_newest_first(run)])
-    for name in candidates:
+    listed = broadcast_json(_candidates(run) if rank_of_job() == 0 else None)
+    if "problem" in listed:
+        raise UserError(listed["problem"])
+    for name in listed["names"]:
         folder = run.checkpoints / name
-        reason = _try(run, folder, model, tensors, wanted)
+        told = broadcast_json(_manifest(run, folder) if rank_of_job() == 0 else None)
+        reason = told.get("problem")
         if reason is None:
-            manifest = read_manifest(folder)
-            return Restored(folder, manifest.step, manifest.state, rejected)
+            manifest = Manifest.model_validate(told["manifest"])
+            if mistake := _other_model(folder, manifest, model) or _other_keys(folder, manifest, wanted):
+                raise UserError(mistake)
+            reason = next(filter(None, gather_json(_fill(folder, manifest, tensors))), None)
+            if reason is None:
+                return Restored(folder, manifest.step, manifest.layout, manifest.state, rejected)
         rejected.append((name, reason))
     if rejected:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
         raise UserError(
-            f"{run.checkpoints}: no checkpoint can be loaded ({listed}); remove them to start anew"
+            f"{run.checkpoints}: no checkpoint can be loaded ({reasons}); remove them to start anew"
         )
     return None
 
 
-def _try(
-    run: RunDir, folder: Path, model: dict[str, Any], tensors: list[LocalTensor], wanted: set[str]
-) -> str | None:
-    """Load ``folder`` on all ranks; the reason why it cannot be, or None.
+def _candidates(run: RunDir) -> dict[str, Any]:
+    """Rank 0's list of committed checkpoints, newest first. Other ranks' view of the disk may lag behind."""
+    try:
+        return {"names": [path.name for _, _, path in checkpoints_newest_first(run)]}
+    except OSError as error:
+        return {"problem": f"{run.checkpoints}: cannot be read: {error.strerror}; nothing was started anew"}
 
-    The one collective stands at the end, where every rank arrives whatever it met.
-    """
-    problem, mistake = None, None
+
+def _manifest(run: RunDir, folder: Path) -> dict[str, Any]:
+    """Rank 0's manifest of a checkpoint, or why it is none to go on from. The others verify files by it."""
     try:
         manifest = read_manifest(folder)
-        if reason := _superseded(run, manifest):
-            problem = reason
-        else:
-            mistake = _other_model(folder, manifest, model) or _other_keys(folder, manifest, wanted)
-            if not mistake:
-                _verify_files(folder, manifest)
-                for tensor in tensors:
-                    _load(folder, manifest, tensor)
-    except (ManifestError, Damaged) as error:
-        problem = str(error)
+        reason = _superseded(run, manifest)
+    except (ManifestError, OSError) as error:
+        reason = str(error)
+    return {"problem": reason} if reason else {"manifest": manifest.model_dump()}
+
+
+def _fill(folder: Path, manifest: Manifest, tensors: list[LocalTensor]) -> str | None:
+    """Load this rank's tensors; why that cannot be, or None."""
+    try:
+        _verify_files(folder, manifest)
+        with open_blocks(folder, manifest) as reader:
+            for tensor in tensors:
+                _load(reader, manifest, tensor)
+    except Damaged as error:
+        return str(error)
     except OSError as error:
-        problem = f"{error.filename or folder}: {error.strerror}"
-    answers = gather_json([problem, mistake])
-    mistakes = [answer[1] for answer in answers if answer[1]]
-    if mistakes and not any(answer[0] for answer in answers):
-        raise UserError(mistakes[0])
-    return next((answer[0] for answer in answers if answer[0]), None)
+        return f"{error.filename or folder}: {error.strerror}"
+    return None
 
 
 def _superseded(run: RunDir, manifest: Manifest) -> str | None:
     """A checkpoint that an old attempt committed after a later one had started from an older one."""
-    for attempt in range(manifest.attempt + 1, run.last_attempt() + 1):
-        resumed = next(read_json_lines(run.attempt(attempt) / RESUMED), None)
-        if resumed and resumed["step"] < manifest.step:
-            return f"superseded: attempt {attempt} went on from step {resumed['step']}"
-    return None
+    starts = resumed_steps(run)
+    later = superseder(starts, manifest.step, manifest.attempt)
+    return f"superseded: attempt {later} went on from step {starts[later]}" if later else None
 
 
 def _other_model(folder: Path, manifest: Manifest, model: dict[str, Any]) -> str | None:
@@ -154,60 +171,44 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
                 os.close(fd)
 
 
-def _load(folder: Path, manifest: Manifest, local: LocalTensor) -> None:
+def _load(reader: BlockReader, manifest: Manifest, local: LocalTensor) -> None:
     tensor = manifest.tensors.get(local.name)
     if tensor is None or not local.data.numel():
         return
     if tuple(tensor.shape) != local.shape:
         raise Damaged(f"{local.name}: shape {tensor.shape} there, {list(local.shape)} here")
     filled = 0
-    for piece, shared in _touched(tensor, local):
-        values = _read_piece(folder / manifest.files[piece.file].name, local.name, tensor, piece, shared)
-        local.data[within(shared, local.box)].copy_(values[within(shared, tuple(piece.box))])
+    for piece, shared in touched(tensor, local.box):
+        if not _straight(reader, tensor, piece, local, shared):
+            values = _read_piece(reader, local.name, tensor, piece, shared)
+            local.data[within(shared, local.box)].copy_(values)
         filled += volume(shared)
     if filled != volume(local.box):
         raise Damaged(f"{local.name}: only {filled} of {volume(local.box)} elements are stored")
 
 
-def _touched(tensor: Tensor, local: LocalTensor) -> Iterator[tuple[Piece, tuple[tuple[int, int], ...]]]:
-    for piece in tensor.pieces:
-        shared = overlap(tuple(piece.box), local.box)
-        if shared is not None:
-            yield piece, shared
+def _straight(reader: BlockReader, tensor: Tensor, piece: Piece, local: LocalTensor, shared: Box) -> bool:
+    """Read a piece that lies here as it lies in the file, without a copy; False if it does not."""
+    data = local.data
+    alike = data.device.type == "cpu" and data.is_contiguous() and tensor.dtype == dtype_name(data)
+    if not alike or shared != tuple(piece.box):
+        return False
+    first, last = element_span(shared, local.box)
+    if last - first != volume(shared):
+        return False
+    target = data.detach().view(-1)[first:last].view(torch.uint8)
+    reader.read(local.name, piece, 0, target.numpy().data)
+    return True
 
 
-def _read_piece(
-    path: Path, name: str, tensor: Tensor, piece: Piece, shared: tuple[tuple[int, int], ...]
-) -> torch.Tensor:
-    """The piece as a tensor in which only the blocks around ``shared`` have been read and verified."""
+def _read_piece(reader: BlockReader, name: str, tensor: Tensor, piece: Piece, shared: Box) -> torch.Tensor:
+    """The values of ``shared``; only the blocks around them are read and verified."""
     dtype = DTYPES[tensor.dtype]
     box = tuple(piece.box)
-    shape = lengths(box)
-    total = tensor.bytes_of(piece)
-    buffer = np.empty(total, dtype=np.uint8)
-    first, last = _byte_span(shared, box, dtype.itemsize)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for index in range(first // HASH_BLOCK, -(-last // HASH_BLOCK)):
-            start, stop = index * HASH_BLOCK, min((index + 1) * HASH_BLOCK, total)
-            block = os.pread(fd, stop - start, piece.offset + start)
-            if block_hash(block) != piece.hashes[index]:
-                raise Damaged(
-                    f"{path}: {name}: bytes {piece.offset + start} to {piece.offset + stop} have changed"
-                )
-            buffer[start:stop] = np.frombuffer(block, dtype=np.uint8)
-    finally:
-        os.close(fd)
-    return torch.from_numpy(buffer).view(dtype).reshape(shape)
-
-
-def _byte_span(
-    shared: tuple[tuple[int, int], ...], box: tuple[tuple[int, int], ...], width: int
-) -> tuple[int, int]:
-    """From the first to behind the last byte of ``shared`` in the row-major piece ``box``."""
-    shape = lengths(box)
-    index = within(shared, box)
-    first = last = 0
-    for part, length in zip(index, shape, strict=True):
-        first, last = first * length + part.start, last * length + part.stop - 1
-    return first * width, (last + 1) * width
+    first, last = element_span(shared, box)
+    width = dtype.itemsize
+    start, stop = block_span(first * width, last * width, tensor.bytes_of(piece))
+    buffer = torch.empty(stop - start, dtype=torch.uint8)
+    reader.read(name, piece, start, buffer.numpy().data)
+    strides = [math.prod(lengths(box)[axis + 1 :]) for axis in range(len(box))]
+    return buffer.view(dtype).as_strided(lengths(shared), strides, first - start // width)
