@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hpcrun.records import RunDir, parse_checkpoint_name
 
 MANIFEST = "manifest.json"
+VERSION = 1
 HASH_BLOCK = 4 << 20
 ITEM_BYTES = {
     "float32": 4,
@@ -132,8 +133,17 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
+        if version := _newer(error):
+            told = f"written by a newer hpcrun (format version {version}; this one reads {VERSION})"
+            raise ManifestError(f"{path}: {told}: update hpcrun") from error
         first = error.errors()[0]
         raise ManifestError(f"{path}: not a valid manifest: {first['loc']}: {first['msg']}") from error
+
+
+def _newer(error: ValidationError) -> int | None:
+    """The version that a manifest claims, if that is why it is not valid."""
+    versions = [one["input"] for one in error.errors() if one["loc"] == ("version",)]
+    return next((version for version in versions if isinstance(version, int) and version > VERSION), None)
 
 
 def block_hash(block: bytes | memoryview) -> str:
