@@ -38,7 +38,7 @@ def tensors(fill: float = 0.0) -> dict[str, np.ndarray]:
     return {
         "model/matrix": matrix,
         "exp_avg/matrix": matrix * 0,
-        "model/scalar": np.float32(fill).reshape(()),
+        "model/scalar": np.full((), fill, "f4"),
     }
 
 
