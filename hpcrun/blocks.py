@@ -55,7 +55,7 @@ class BlockReader:
     """Open files of one checkpoint. Reads run in the caller, hashes in a thread beside them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+        self.folder, self._manifest = folder, manifest
         self._files: dict[int, int] = {}
         self._hasher = ThreadPoolExecutor(1, "hash")
 
@@ -91,11 +91,11 @@ class BlockReader:
 
     def _open(self, file: int) -> int:
         if file not in self._files:
-            self._files[file] = os.open(self._folder / self._manifest.files[file].name, os.O_RDONLY)
+            self._files[file] = os.open(self.folder / self._manifest.files[file].name, os.O_RDONLY)
         return self._files[file]
 
     def _told(self, name: str, piece: Piece, start: int, length: int, what: str) -> str:
-        path = self._folder / self._manifest.files[piece.file].name
+        path = self.folder / self._manifest.files[piece.file].name
         first = piece.offset + start
         return f"{path}: {name}: block {start // HASH_BLOCK}: bytes {first} to {first + length} {what}"
 

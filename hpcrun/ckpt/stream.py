@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -61,9 +61,14 @@ def read_box(reader: BlockReader, name: str, tensor: Tensor, box: Box) -> bytes:
 
 def chunks(reader: BlockReader, name: str, tensor: Tensor, box: Box) -> Iterator[memoryview]:
     """The values of ``box`` in row-major order, in chunks of whole hash blocks; only the last is shorter."""
+    return in_blocks(read_box(reader, name, tensor, tile) for tile in tiles(box, tensor))
+
+
+def in_blocks(data: Iterable[bytes]) -> Iterator[memoryview]:
+    """The same bytes in chunks of one hash block; only the last is shorter."""
     pending = bytearray()
-    for tile in tiles(box, tensor):
-        pending += read_box(reader, name, tensor, tile)
+    for one in data:
+        pending += one
         while len(pending) > HASH_BLOCK:
             yield memoryview(bytes(pending[:HASH_BLOCK]))
             del pending[:HASH_BLOCK]

@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("hpcrun.cli.logs:command", "Show what the ranks of a run printed."),
     "cancel": ("hpcrun.cli.cancel:command", "Stop a run, with a last checkpoint where it can."),
     "resume": ("hpcrun.cli.resume:command", "Continue a run from its newest checkpoint that verifies."),
-    "ckpt": ("hpcrun.cli.ckpt:command", "Look into checkpoints, verify, compare and remove them."),
+    "ckpt": ("hpcrun.cli.ckpt:command", "Look into checkpoints, verify, compare, convert and remove them."),
     "recipe": ("hpcrun.cli.recipe:command", "Check a recipe; print the schema of recipes."),
     "bench": ("hpcrun.cli.bench:command", "Measure how fast this machine trains."),
     "demo": ("hpcrun.cli.demo:command", "Train on this machine, lose a rank, and see the run go on."),

@@ -14,6 +14,9 @@ class _Group(LazyGroup):
         "verify": ("hpcrun.cli.ckpt_inspect:verify", "Whether a checkpoint is whole."),
         "diff": ("hpcrun.cli.ckpt_inspect:diff", "How two checkpoints differ."),
         "prune": ("hpcrun.cli.ckpt_inspect:prune", "Remove old checkpoints, and what failed saves left."),
+        "reshard": ("hpcrun.cli.ckpt_convert:reshard", "Write a checkpoint anew, cut for another layout."),
+        "export": ("hpcrun.cli.ckpt_convert:export", "Write a checkpoint's weights in another format."),
+        "import": ("hpcrun.cli.ckpt_convert:import_", "Make a checkpoint of weights from another format."),
     }
 
 
@@ -21,9 +24,10 @@ _EXAMPLE = """\b
 Example:
   hpcrun ckpt ls my-run
   hpcrun ckpt verify --deep my-run
+  hpcrun ckpt export --to hf my-run model-hf
 """
 
 
 @click.group(cls=_Group, epilog=_EXAMPLE)
 def command() -> None:
-    """Look into checkpoints, verify, compare and remove them."""
+    """Look into checkpoints, verify, compare, convert and remove them."""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,6 +72,16 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _deaf(parent: int) -> None:
+    """In a child of ``parent`` that is to hear no signal of Slurm's before it can tell what it means.
+
+    Slurm sends ``--signal`` to every process of a step, also to one that is still importing.
+    """
+    die_with_parent(parent)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _kill_group(pid: int, signum: int) -> None:
@@ -150,7 +161,7 @@ class TrainerLauncher:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),
+                preexec_fn=partial(_deaf, os.getpid()),
             )
         assert parent.stdout is not None
         os.set_blocking(parent.stdout.fileno(), False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrun.node.ranks import CommandLauncher, Launcher, RankExit, RankSpec
+from hpcrun.node.ranks import CommandLauncher, Launcher, RankExit, RankSpec, TrainerLauncher
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -95,3 +95,19 @@ def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
     agent.kill()
     agent.wait()
     wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_warm_parent_ignores_stop_signals_while_it_still_imports(tmp_path: Path) -> None:
+    """Field report: preempted-again-before-first-save: a signal that came then ended all ranks of the node."""
+    interpreter = tmp_path / "slow-python"
+    interpreter.write_text("#!/bin/sh\nexec sleep 1000\n")
+    interpreter.chmod(0o755)
+    launcher = TrainerLauncher(str(interpreter), {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
+    (parent,) = psutil.Process().children()
+    try:
+        for signum in (signal.SIGUSR2, signal.SIGTERM):
+            parent.send_signal(signum)
+        wait_for(lambda: parent.name() == "sleep")
+        assert parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE
+    finally:
+        launcher.close()
