@@ -46,6 +46,7 @@ test: setup slurm-packages lint
 	$(BIN)/pytest -m 'not slow'
 
 test-all: setup slurm-packages lint
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev,frameworks]'
 	$(BIN)/pytest
 
 # Any Python with torch for CUDA and hpcrun's other dependencies: make gpu-check PYTHON=python3

@@ -263,6 +263,9 @@ class Checkpoint(Section):
         description="steps between checkpoints, or a duration (30m), or auto: by the measured cost of a save "
         "and the failure rate (Daly, 2006); the last step is always saved",
     )
+    init: str | None = Field(
+        None, description="folder of a checkpoint whose weights a new run begins with; relative to the recipe"
+    )
     background: bool = Field(True, description="write behind the training, which stops for a copy only")
     busy: Literal["wait", "skip"] = Field(
         "wait", description="when a save is due and the last one has not ended: wait for it, or skip this one"
@@ -366,7 +369,7 @@ class Recipe(Section):
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
     """Read and check one recipe file, with ``--set`` overrides applied.
 
-    A relative ``data.path`` is relative to the recipe's folder.
+    Relative paths in it are relative to the recipe's folder.
 
     Raises:
         UserError: with file, line and key of every mistake.
@@ -380,8 +383,10 @@ def recipe_from(document: Document, overrides: tuple[str, ...], folder: Path) ->
     for override in overrides:
         apply_override(document, override)
     recipe = validate(document, Recipe)
-    if recipe.data.path is None:
-        return recipe
-    absolute = str(folder / Path(recipe.data.path).expanduser())
-    data = recipe.data.model_copy(update={"path": absolute})
-    return recipe.model_copy(update={"data": data})
+    data = recipe.data.model_copy(update={"path": _absolute(recipe.data.path, folder)})
+    checkpoint = recipe.checkpoint.model_copy(update={"init": _absolute(recipe.checkpoint.init, folder)})
+    return recipe.model_copy(update={"data": data, "checkpoint": checkpoint})
+
+
+def _absolute(path: str | None, folder: Path) -> str | None:
+    return None if path is None else str(folder / Path(path).expanduser())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from hpcrun.layout import Layout, make_layout
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLines, replace_text, write_event
 from training.assemble import assemble
-from training.checkpoint.load import Restored, restore
+from training.checkpoint.load import Restored, begin_with, restore
 from training.checkpoint.local import LocalTensor
 from training.checkpoint.saver import SaveError
 from training.data.tokens import Samples
@@ -189,7 +190,8 @@ class Trainer:
     def _resume(self) -> None:
         """Continue from the newest checkpoint that verifies, or start from the seed."""
         self.heartbeat.beat("load", 0)
-        restored = restore(self.launch.run, self.recipe.model.model_dump(), self._state())
+        model, init = self.recipe.model.model_dump(), self.recipe.checkpoint.init
+        restored = restore(self.launch.run, model, self._state())
         if restored:
             self._compare(restored)
             self.step, self.consumed = restored.step, restored.state["samples"]
@@ -199,6 +201,9 @@ class Trainer:
                 self.random.apply()
             for name, reason in restored.rejected:
                 self._event("checkpoint_rejected", folder=name, reason=reason)
+        elif init:
+            begin_with(Path(init), model, self._state())
+            self.parts.sharding.publish()
         if self.launch.rank == 0:
             resumed = self.launch.run.attempt(self.launch.attempt) / RESUMED
             replace_text(resumed, json.dumps({"step": self.step}) + "\n")
@@ -208,7 +213,7 @@ class Trainer:
             world=self.layout.world,
             start_step=self.step,
             total_steps=self.recipe.train.steps,
-            checkpoint=restored.folder.name if restored else None,
+            checkpoint=restored.folder.name if restored else init,
         )
 
     def _compare(self, restored: Restored) -> None:
@@ -217,8 +222,6 @@ class Trainer:
         Raises:
             UserError: the data differ, and ``data.allow_change`` is not set.
         """
-        if "imported" in restored.state:
-            return
         data = changes("data", restored.state["data"], self.samples.identity)
         if data and not self.recipe.data.allow_change:
             raise UserError(

@@ -65,7 +65,7 @@ Example:
 def export(
     source: str, target: Path, runs: Path | None, step: int | None, kind: str, dtype: str, max_shard_size: str
 ) -> None:
-    """Write a checkpoint's weights so that transformers loads them: AutoModelForCausalLM.from_pretrained(TARGET).
+    """Write a checkpoint's weights so that the from_pretrained of transformers loads them.
 
     Llama, Qwen3 and GPT-2 style models. The bytes are the same whatever layout wrote the checkpoint.
     """

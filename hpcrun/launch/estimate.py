@@ -47,6 +47,9 @@ def data_notes(recipe: Recipe) -> list[str]:
         raise UserError("data.path is not set; make a token file with python -m training.data.prepare")
     if not Path(recipe.data.path).exists():
         return [f"warning: data.path {recipe.data.path} is not visible from this machine"]
+    init = recipe.checkpoint.init
+    if init and not Path(init).is_dir():
+        raise UserError(f"checkpoint.init: no folder {init}")
     return []
 
 

@@ -98,7 +98,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
 
 
 def test_the_warm_parent_ignores_stop_signals_while_it_still_imports(tmp_path: Path) -> None:
-    """Field report: preempted-again-before-first-save: a signal that came then ended all ranks of the node."""
+    """Field report: preempted-again-before-first-save: a signal then ended all ranks of a node."""
     interpreter = tmp_path / "slow-python"
     interpreter.write_text("#!/bin/sh\nexec sleep 1000\n")
     interpreter.chmod(0o755)

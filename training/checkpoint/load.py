@@ -37,7 +37,7 @@ from hpcrun.records import RunDir, resumed_steps
 from training.checkpoint.local import DTYPES, LocalTensor, dtype_name
 from training.parallel.exchange import broadcast_json, gather_json, rank_of_job, ranks_in_job
 
-RNG = "rng/"
+RNG, WEIGHTS = "rng/", "model/"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,27 @@ def restore(run: RunDir, model: dict[str, Any], tensors: list[LocalTensor]) -> R
     return None
 
 
+def begin_with(folder: Path, model: dict[str, Any], tensors: list[LocalTensor]) -> None:
+    """Fill the weights among ``tensors`` from the checkpoint in ``folder``, and nothing else. Collective.
+
+    Raises:
+        UserError: it is damaged, of another model, or lacks a tensor.
+    """
+    weights = [tensor for tensor in tensors if tensor.name.startswith(WEIGHTS)]
+    told = broadcast_json(_manifest(None, folder) if rank_of_job() == 0 else None)
+    if "problem" in told:
+        raise UserError(f"checkpoint.init: {told['problem']}")
+    manifest = Manifest.model_validate(told["manifest"])
+    wanted = {name for names in gather_json([tensor.name for tensor in weights]) for name in names}
+    missing = sorted(wanted - set(manifest.tensors))
+    problem = _other_model(folder, manifest, model)
+    if not problem and missing:
+        problem = f"{folder}: lacks {_some(missing)}"
+    problem = problem or next(filter(None, gather_json(_fill(folder, manifest, weights))), None)
+    if problem:
+        raise UserError(f"checkpoint.init: {problem}")
+
+
 def _candidates(run: RunDir) -> dict[str, Any]:
     """Rank 0's list of committed checkpoints, newest first. Other ranks' view of the disk may lag behind."""
     try:
@@ -96,11 +117,11 @@ def _candidates(run: RunDir) -> dict[str, Any]:
         return {"problem": f"{run.checkpoints}: cannot be read: {error.strerror}; nothing was started anew"}
 
 
-def _manifest(run: RunDir, folder: Path) -> dict[str, Any]:
+def _manifest(run: RunDir | None, folder: Path) -> dict[str, Any]:
     """Rank 0's manifest of a checkpoint, or why it is none to go on from. The others verify files by it."""
     try:
         manifest = read_manifest(folder)
-        reason = _superseded(run, manifest)
+        reason = _superseded(run, manifest) if run else None
     except (ManifestError, OSError) as error:
         reason = str(error)
     return {"problem": reason} if reason else {"manifest": manifest.model_dump()}
