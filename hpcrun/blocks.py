@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpcrun.manifest import HASH_BLOCK, Manifest, Piece, Tensor, block_hash
 
 Box = tuple[tuple[int, int], ...]
+
+_SMALL = 256 << 10
+"""Bytes below which handing a read to a thread costs more than the read."""
+_MOST_THREADS = 4
 
 
 class Damaged(Exception):
@@ -52,12 +56,17 @@ def block_span(start: int, stop: int, total: int) -> tuple[int, int]:
 
 
 class BlockReader:
-    """Open files of one checkpoint. Reads run in the caller, hashes in a thread beside them."""
+    """Open files of one checkpoint, read and hashed by a few threads. For one caller at a time.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    Args:
+        threads: at most; default: this process's CPUs over the node's ranks.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
         self.folder, self._manifest = folder, manifest
         self._files: dict[int, int] = {}
-        self._hasher = ThreadPoolExecutor(1, "hash")
+        self._pool = ThreadPoolExecutor(threads or _threads(), "read")
+        self._begun: list[Future[None]] = []
 
     def read(self, name: str, piece: Piece, start: int, into: memoryview) -> None:
         """Fill ``into`` with the piece's bytes from ``start`` on: whole blocks (:func:`block_span`).
@@ -66,28 +75,41 @@ class BlockReader:
             Damaged: a block has changed, or the file ends early.
             OSError: the file cannot be read.
         """
+        self.begin(name, piece, start, into)
+        self.settle()
+
+    def begin(self, name: str, piece: Piece, start: int, into: memoryview) -> None:
+        """Like :meth:`read`, but ``into`` is filled and verified only when :meth:`settle` has returned."""
         fd = self._open(piece.file)
-        hashes: list[Future[str]] = []
         for at in range(0, len(into), HASH_BLOCK):
-            block = into[at : at + HASH_BLOCK]
-            done = 0
-            while done < len(block):
-                got = os.preadv(fd, [block[done:]], piece.offset + start + at + done)
-                if not got:
-                    raise Damaged(self._told(name, piece, start + at, len(block), "are missing"))
-                done += got
-            hashes.append(self._hasher.submit(block_hash, block))
-        for index, digest in enumerate(hashes):
-            if digest.result() != piece.hashes[start // HASH_BLOCK + index]:
-                at = index * HASH_BLOCK
-                length = min(HASH_BLOCK, len(into) - at)
-                raise Damaged(self._told(name, piece, start + at, length, "have changed"))
+            work = (fd, name, piece, start + at, into[at : at + HASH_BLOCK])
+            if len(into) < _SMALL:
+                self._block(*work)
+            else:
+                self._begun.append(self._pool.submit(self._block, *work))
+
+    def settle(self) -> None:
+        """Wait for everything that was begun; raises like :meth:`read`."""
+        begun, self._begun = self._begun, []
+        wait(begun)
+        for one in begun:
+            one.result()
 
     def close(self) -> None:
-        self._hasher.shutdown()
+        self._pool.shutdown(cancel_futures=True)
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+    def _block(self, fd: int, name: str, piece: Piece, start: int, block: memoryview) -> None:
+        done = 0
+        while done < len(block):
+            got = os.preadv(fd, [block[done:]], piece.offset + start + done)
+            if not got:
+                raise Damaged(self._told(name, piece, start, len(block), "are missing"))
+            done += got
+        if block_hash(block) != piece.hashes[start // HASH_BLOCK]:
+            raise Damaged(self._told(name, piece, start, len(block), "have changed"))
 
     def _open(self, file: int) -> int:
         if file not in self._files:
@@ -98,6 +120,11 @@ class BlockReader:
         path = self.folder / self._manifest.files[piece.file].name
         first = piece.offset + start
         return f"{path}: {name}: block {start // HASH_BLOCK}: bytes {first} to {first + length} {what}"
+
+
+def _threads() -> int:
+    cpus = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_MOST_THREADS, max(1, cpus))
 
 
 @contextmanager

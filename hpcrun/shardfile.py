@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
+import numpy as np
+from h5py import h5a, h5d, h5p, h5s, h5t
 
 from hpcrun.errors import one_line
 from hpcrun.manifest import HASH_BLOCK, ITEM_BYTES, block_hash, hash_frame
@@ -35,6 +37,9 @@ STORED_AS = {
 """How each dtype lies in HDF5; those that numpy lacks as unsigned integers of the same width."""
 
 _ALIGNMENT = 4096
+_TEXT = h5py.string_dtype()
+_FLUSH = 32 << 20
+"""Bytes after which those written so far are sent to the disk."""
 _AHEAD = 8
 """Blocks that may wait for their hash: they bound the memory of a stream."""
 
@@ -73,7 +78,7 @@ class Written:
 def write_shard(path: Path, parts: list[Part]) -> tuple[list[Written], int, str]:
     """Write one file and fsync it; returns its pieces, size and frame hash.
 
-    Hashes are computed in a thread beside the writes.
+    Hashes are computed, and what has been written is sent to the disk, in threads beside the writes.
 
     Raises:
         OSError: disk full, quota, I/O error.
@@ -83,11 +88,12 @@ def write_shard(path: Path, parts: list[Part]) -> tuple[list[Written], int, str]
     written = []
     fd = os.open(path, os.O_RDWR)
     try:
-        with ThreadPoolExecutor(1, "hash") as hasher:
+        with ThreadPoolExecutor(1, "hash") as hasher, ThreadPoolExecutor(1, "flush") as flusher:
+            disk = _Disk(fd, flusher)
             pending = [
-                _write_part(fd, offset, part, hasher) for part, offset in zip(parts, offsets, strict=True)
+                _write_part(disk, offset, part, hasher) for part, offset in zip(parts, offsets, strict=True)
             ]
-            os.fsync(fd)
+            disk.settle()
             for part, offset, hashes in zip(parts, offsets, pending, strict=True):
                 written.append(Written(part, offset, [one.result() for one in hashes]))
         size = os.fstat(fd).st_size
@@ -95,6 +101,31 @@ def write_shard(path: Path, parts: list[Part]) -> tuple[list[Written], int, str]
     finally:
         os.close(fd)
     return written, size, frame
+
+
+class _Disk:
+    """Writes to a file, and keeps the disk busy meanwhile: a flush is always under way."""
+
+    def __init__(self, fd: int, flusher: ThreadPoolExecutor) -> None:
+        self._fd, self._flusher = fd, flusher
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
+
+    def write(self, block: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(block):
+            done += os.pwrite(self._fd, block[done:], offset + done)
+        self._unflushed += len(block)
+        if self._unflushed >= _FLUSH and (self._flush is None or self._flush.done()):
+            if self._flush:
+                self._flush.result()
+            self._flush, self._unflushed = self._flusher.submit(os.fdatasync, self._fd), 0
+
+    def settle(self) -> None:
+        """Return when everything is on the disk."""
+        if self._flush:
+            self._flush.result()
+        os.fsync(self._fd)
 
 
 def _write_frame(path: Path, parts: list[Part]) -> list[int]:
@@ -108,10 +139,13 @@ def _write_frame(path: Path, parts: list[Part]) -> list[int]:
 
 
 def _frame(path: Path, parts: list[Part]) -> list[int]:
-    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    create.set_layout(h5py.h5d.CONTIGUOUS)
-    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    """By h5py's low-level calls: a third of the time per dataset of the high-level ones."""
+    create = h5p.create(h5p.DATASET_CREATE)
+    create.set_layout(h5d.CONTIGUOUS)
+    create.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    create.set_fill_time(h5d.FILL_TIME_NEVER)
+    link = h5p.create(h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
     offsets = []
     with h5py.File(
         path,
@@ -123,17 +157,24 @@ def _frame(path: Path, parts: list[Part]) -> list[int]:
     ) as file:
         for part in parts:
             box = ",".join(f"{start}-{stop}" for start, stop in part.box) or "scalar"
-            dataset = file.create_dataset(
-                f"{part.name}/{box}", part.lengths or (1,), STORED_AS[part.dtype], dcpl=create
-            )
-            dataset.attrs["torch_dtype"] = part.dtype
-            dataset.attrs["whole_shape"] = list(part.shape)
-            offsets.append(dataset.id.get_offset())
+            name = f"{part.name}/{box}".encode()
+            space = h5s.create_simple(part.lengths or (1,))
+            stored = h5t.py_create(np.dtype(STORED_AS[part.dtype]))
+            dataset = h5d.create(file.id, name, stored, space, create, link)
+            _set_attribute(dataset, b"torch_dtype", h5s.create(h5s.SCALAR), np.array(part.dtype, _TEXT))
+            shape = np.array(part.shape, "<i8")
+            _set_attribute(dataset, b"whole_shape", h5s.create_simple(shape.shape), shape)
+            offsets.append(dataset.get_offset())
     path.chmod(0o640)
     return offsets
 
 
-def _write_part(fd: int, offset: int, part: Part, hasher: ThreadPoolExecutor) -> list[Future[str]]:
+def _set_attribute(dataset: h5d.DatasetID, name: bytes, space: h5s.SpaceID, value: np.ndarray) -> None:
+    kind = h5t.py_create(value.dtype, logical=True)
+    h5a.create(dataset, name, kind, space).write(value)
+
+
+def _write_part(disk: _Disk, offset: int, part: Part, hasher: ThreadPoolExecutor) -> list[Future[str]]:
     hashes, place = [], offset
     for chunk in part.chunks():
         for start in range(0, len(chunk), HASH_BLOCK):
@@ -141,9 +182,7 @@ def _write_part(fd: int, offset: int, part: Part, hasher: ThreadPoolExecutor) ->
             hashes.append(hasher.submit(block_hash, block))
             if len(hashes) > _AHEAD:
                 hashes[-_AHEAD].result()
-            done = 0
-            while done < len(block):
-                done += os.pwrite(fd, block[done:], place + done)
+            disk.write(block, place)
             place += len(block)
     if place - offset != part.bytes:
         raise ValueError(f"{part.name}: {place - offset} bytes for a box of {part.bytes}")

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resume": ("hpcrun.cli.resume:command", "Continue a run from its newest checkpoint that verifies."),
     "ckpt": ("hpcrun.cli.ckpt:command", "Look into checkpoints, verify, compare, convert and remove them."),
     "recipe": ("hpcrun.cli.recipe:command", "Check a recipe; print the schema of recipes."),
-    "bench": ("hpcrun.cli.bench:command", "Measure how fast this machine trains."),
+    "bench": ("hpcrun.cli.bench:command", "Measure how fast this machine trains and saves."),
     "demo": ("hpcrun.cli.demo:command", "Train on this machine, lose a rank, and see the run go on."),
 }
 """Name -> (where the click command is, its line in ``hpcrun --help``)."""

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpcrun.bench.interleave import interleave
 from hpcrun.errors import UserError
 from hpcrun.recipe import Recipe, load_recipe
 from tests.ranks import run_ranks
 from tests.training.runs import curve, recipe, train_on
+from training.bench import checkpoints
 from training.bench.__main__ import run, text
 from training.bench.bare import Decoder, Loop, problem
 from training.bench.ranks import Ranks, Step
@@ -101,3 +103,19 @@ def test_shipped_recipes_have_a_plain_loop() -> None:
     recipes = Path(__file__).parents[2] / "training" / "recipes"
     for name in ("bench", "bench-small"):
         assert problem(load_recipe(recipes / f"{name}.yaml")) is None
+
+
+def test_the_checkpoint_benchmark_measures_every_promise(tmp_path: Path) -> None:
+    state = checkpoints.State(1 << 20, tmp_path)
+    result = interleave("checkpoints", state.candidates(), "s", rounds=1)
+    told = checkpoints.report(state, result)
+    assert {(one["of"], one["to"]) for one in told["ratios"]} == {
+        ("save", "raw write + xxh3"),
+        ("save", "FileSystemWriter"),
+        ("load", "raw read + xxh3"),
+        ("stall", "memcpy"),
+    }
+    save, raw = result.samples["save"][0], result.samples["raw write + xxh3"][0]
+    assert told["ratios"][0]["ratio"] == raw / save
+    assert "times as fast as raw write + xxh3" in checkpoints.text(told)
+    assert [path.name for path in state.run.checkpoints.iterdir()] == ["step_00000001.a0001"]

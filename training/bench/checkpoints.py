@@ -29,7 +29,7 @@ from hpcrun.bench.interleave import Result, interleave
 from hpcrun.manifest import HASH_BLOCK, block_hash
 from hpcrun.records import RunDir, claim_attempt
 from hpcrun.retention import remove_checkpoint
-from hpcrun.units import parse_bytes, show_bytes
+from hpcrun.units import show_bytes
 from training.checkpoint.load import restore
 from training.checkpoint.local import LocalTensor
 from training.checkpoint.save import Facts
@@ -73,7 +73,7 @@ class State:
             for tensor in self.tensors
         ]
         self._raw = folder / "raw"
-        self._write_raw()
+        self._write_raw(self._raw)
         self._buffer = torch.empty(self.bytes, dtype=torch.uint8)
         self._kept = self._save(background=False)
 
@@ -116,9 +116,10 @@ class State:
         return seconds[0]
 
     def raw_write(self) -> float:
-        self._raw.unlink()
+        path = self.folder / "written"
         with _clock() as seconds:
-            self._write_raw()
+            self._write_raw(path)
+        path.unlink()
         return seconds[0]
 
     def raw_read(self) -> float:
@@ -152,8 +153,8 @@ class State:
         self._saver.start(self._facts(), self.tensors, background=background)
         return self._saver.finish().facts.folder
 
-    def _write_raw(self) -> None:
-        fd = os.open(self._raw, os.O_WRONLY | os.O_CREAT, 0o600)
+    def _write_raw(self, path: Path) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         with ThreadPoolExecutor(1) as hasher:
             hashes = []
             for tensor in self.tensors:
@@ -207,7 +208,7 @@ def text(told: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m training.bench.checkpoints", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path())
-    parser.add_argument("--size", type=parse_bytes, default=256 << 20)
+    parser.add_argument("--size", type=int, default=256 << 20)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

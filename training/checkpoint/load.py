@@ -134,6 +134,7 @@ def _fill(folder: Path, manifest: Manifest, tensors: list[LocalTensor]) -> str |
         with open_blocks(folder, manifest) as reader:
             for tensor in tensors:
                 _load(reader, manifest, tensor)
+            reader.settle()
     except Damaged as error:
         return str(error)
     except OSError as error:
@@ -209,7 +210,7 @@ def _load(reader: BlockReader, manifest: Manifest, local: LocalTensor) -> None:
 
 
 def _straight(reader: BlockReader, tensor: Tensor, piece: Piece, local: LocalTensor, shared: Box) -> bool:
-    """Read a piece that lies here as it lies in the file, without a copy; False if it does not."""
+    """Begin to read a piece that lies here as it does in the file, without a copy; False if it does not."""
     data = local.data
     alike = data.device.type == "cpu" and data.is_contiguous() and tensor.dtype == dtype_name(data)
     if not alike or shared != tuple(piece.box):
@@ -218,7 +219,7 @@ def _straight(reader: BlockReader, tensor: Tensor, piece: Piece, local: LocalTen
     if last - first != volume(shared):
         return False
     target = data.detach().view(-1)[first:last].view(torch.uint8)
-    reader.read(local.name, piece, 0, target.numpy().data)
+    reader.begin(local.name, piece, 0, target.numpy().data)
     return True
 
 

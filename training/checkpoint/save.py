@@ -114,7 +114,6 @@ def commit(facts: Facts, reports: list[dict[str, Any]]) -> int:
     for name, tensor in tensors.items():
         if problem := coverage_problem(name, tensor):
             raise ValueError(problem)
-    sync_folder(facts.folder)
     if problem := _not_ours(facts):
         raise ValueError(problem)
     manifest = Manifest(
