@@ -266,6 +266,9 @@ class Checkpoint(Section):
     init: str | None = Field(
         None, description="folder of a checkpoint whose weights a new run begins with; relative to the recipe"
     )
+    memory_every: Positive | None = Field(
+        None, description="steps between copies in the memory of each node and of the next; default: none"
+    )
     background: bool = Field(True, description="write behind the training, which stops for a copy only")
     busy: Literal["wait", "skip"] = Field(
         "wait", description="when a save is due and the last one has not ended: wait for it, or skip this one"

@@ -32,6 +32,10 @@ class Launch:
     claim: str
     metrics: Path
     heartbeats: str | None = None
+    local_world: int = 1
+    """Ranks of this node; all nodes have as many, one node's one after the other."""
+    memory: Path | None = None
+    """The agent's folder in this node's memory."""
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
@@ -68,6 +72,8 @@ def under_agent(environ: Mapping[str, str]) -> Launch:
         claim=environ["HPCRUN_CLAIM"],
         metrics=run.metrics(attempt),
         heartbeats=environ.get("HPCRUN_HEARTBEAT_DIR"),
+        local_world=number(environ, "LOCAL_WORLD_SIZE"),
+        memory=Path(environ["HPCRUN_MEMORY_DIR"]) if environ.get("HPCRUN_MEMORY_DIR") else None,
     )
 
 

@@ -15,6 +15,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from hpcrun.layout import Layout, make_layout
 from hpcrun.recipe import Recipe
 from hpcrun.records import EXIT_DONE, EXIT_REQUEUE, EXIT_STOP, RESUMED, JsonLines, replace_text, write_event
 from training.assemble import assemble
-from training.checkpoint.load import Restored, begin_with, restore
+from training.checkpoint.load import Restored, begin_with, newest_step, restore
 from training.checkpoint.local import LocalTensor
+from training.checkpoint.memory import memory_tier
 from training.checkpoint.saver import SaveError
 from training.data.tokens import Samples
 from training.launch import Launch, choose_device, join, under_agent
@@ -65,6 +67,8 @@ class Totals:
     """A checkpoint is due after this step."""
     saved: bool
     """The save in flight has ended, well or badly."""
+    kept: bool
+    """All ranks have ended their copy in memory."""
     expert_imbalance: float | None
     """The busiest expert's tokens over the fair share, mean over blocks and micro-batches."""
 
@@ -93,6 +97,7 @@ class Trainer:
         self.events = JsonLines(launch.run.events(launch.attempt, "trainer")) if leads else None
         self.metrics = JsonLines(launch.metrics) if leads else None
         self.saves = Saves(recipe, launch, self.layout, self._event)
+        self.memory = memory_tier(recipe, launch, self.mesh)
         self.loss: float | None = None
 
     def train(self) -> int:
@@ -114,6 +119,7 @@ class Trainer:
                 self._event("stopping", step=self.step)
             if last or totals.stop or totals.save:
                 self._save(must=last or totals.stop)
+            self._keep(totals.kept)
             if totals.stop and not last:
                 return EXIT_REQUEUE
         self._event("training_finished", step=self.step)
@@ -165,7 +171,8 @@ class Trainer:
         """What all ranks have to agree on, in one sum over the world."""
         first = self.mesh.at.tp == 0
         imbalance, terms = self.parts.load.take() if first else (0.0, 0)
-        asked = [self.stop.wanted, self.saves.due(self.step + 1), self.saves.decided]
+        kept = self.memory is not None and self.memory.ready
+        asked = [self.stop.wanted, self.saves.due(self.step + 1), self.saves.decided, kept]
         told = [*map(float, asked), imbalance, float(terms)]
         mine = torch.cat(
             [
@@ -177,9 +184,10 @@ class Trainer:
         with watch("communication"):
             if self.layout.world > 1:
                 dist.all_reduce(mine)
-            total, square, stop, save, saved, imbalance, terms = mine.tolist()
+            total, square, stop, save, saved, keeping, imbalance, terms = mine.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Totals(total, norm, stop > 0, save > 0, saved > 0, imbalance / terms if terms else None)
+        kept = keeping == self.layout.world
+        return Totals(total, norm, stop > 0, save > 0, saved > 0, kept, imbalance / terms if terms else None)
 
     def _precision(self) -> torch.autocast | nullcontext[None]:
         """bf16 computes matrix products in bf16; weights, norms, loss and gradients stay fp32."""
@@ -188,33 +196,54 @@ class Trainer:
         return nullcontext()
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint that verifies, or start from the seed."""
+        """Continue from memory, or the newest checkpoint that verifies, or start from the seed."""
         self.heartbeat.beat("load", 0)
-        model, init = self.recipe.model.model_dump(), self.recipe.checkpoint.init
-        restored = restore(self.launch.run, model, self._state())
-        if restored:
-            self._compare(restored)
-            self.step, self.consumed = restored.step, restored.state["samples"]
-            set_step(self.parts.optimizer, self.step)
-            self.parts.sharding.publish()
-            if restored.layout == asdict(self.layout):
-                self.random.apply()
-            for name, reason in restored.rejected:
-                self._event("checkpoint_rejected", folder=name, reason=reason)
-        elif init:
-            begin_with(Path(init), model, self._state())
-            self.parts.sharding.publish()
+        run, tensors = self.launch.run, self._state()
+        checkpoint = self._from_memory(tensors) or self._from_disk(tensors)
         if self.launch.rank == 0:
-            resumed = self.launch.run.attempt(self.launch.attempt) / RESUMED
-            replace_text(resumed, json.dumps({"step": self.step}) + "\n")
+            replace_text(run.attempt(self.launch.attempt) / RESUMED, json.dumps({"step": self.step}) + "\n")
         self._event(
             "training_started",
             layout=asdict(self.layout),
             world=self.layout.world,
             start_step=self.step,
             total_steps=self.recipe.train.steps,
-            checkpoint=restored.folder.name if restored else init,
+            checkpoint=checkpoint,
         )
+
+    def _from_memory(self, tensors: list[LocalTensor]) -> str | None:
+        if self.memory is None:
+            return None
+        restored = self.memory.restore(self.launch.run, tensors, newest_step(self.launch.run))
+        if restored:
+            self._go_on(restored.step, restored.state, restored.layout)
+        if reason := self.memory.lacks_room(tensors):
+            self._event("memory_copy_skipped", step=self.step, reason=reason)
+            self.memory = None
+        return "memory" if restored else None
+
+    def _from_disk(self, tensors: list[LocalTensor]) -> str | None:
+        """The name of the checkpoint, or the folder whose weights the run begins with; None for the seed."""
+        model, init = self.recipe.model.model_dump(), self.recipe.checkpoint.init
+        restored = restore(self.launch.run, model, tensors)
+        if restored:
+            self._compare(restored)
+            self._go_on(restored.step, restored.state, restored.layout)
+            for name, reason in restored.rejected:
+                self._event("checkpoint_rejected", folder=name, reason=reason)
+            return restored.folder.name
+        if init:
+            begin_with(Path(init), model, tensors)
+            self.parts.sharding.publish()
+        return init
+
+    def _go_on(self, step: int, state: dict[str, Any], layout: dict[str, int]) -> None:
+        """After the tensors have been filled: everything else."""
+        self.step, self.consumed = step, state["samples"]
+        set_step(self.parts.optimizer, step)
+        self.parts.sharding.publish()
+        if layout == asdict(self.layout):
+            self.random.apply()
 
     def _compare(self, restored: Restored) -> None:
         """Refuse other data than the checkpoint's run had; tell of other changes in how it trains.
@@ -235,17 +264,32 @@ class Trainer:
     def _save(self, must: bool) -> None:
         """Save now; in the background unless it ``must`` be on disk before the run goes on."""
         self.heartbeat.beat("save", self.step)
-        self.random.refresh()
-        state = {
+        self.saves.save(self.step, self._facts(), self._state(), must)
+
+    def _keep(self, ready: bool) -> None:
+        """Copy the state to memory, if it is time and all ranks are ``ready``."""
+        every = self.recipe.checkpoint.memory_every
+        if self.memory is None or not every or self.step % every:
+            return
+        if ready:
+            self.memory.start(self.step, self._facts(), self._state())
+        else:
+            reason = self.memory.failure or "the copy before has not ended on all ranks"
+            self._event("memory_copy_skipped", step=self.step, reason=reason)
+
+    def _facts(self) -> dict[str, Any]:
+        """State that is no tensor."""
+        return {
             "step": self.step,
             "samples": self.consumed,
             "loss": self.loss,
             "data": self.samples.identity,
             "train": self.recipe.train.model_dump(),
         }
-        self.saves.save(self.step, state, self._state(), must)
 
     def _state(self) -> list[LocalTensor]:
+        """Weights, moments and generators of now."""
+        self.random.refresh()
         return local_tensors(self.parts.sharding.shards, self.parts.optimizer, self.random)
 
     def _log(self, totals: Totals, lr: float, seconds: float) -> None:

@@ -35,6 +35,14 @@ def kept_bytes(recipe: Recipe) -> int | None:
     return checkpoint_bytes(recipe) * (kept if saves is None else min(saves, kept))
 
 
+def memory_bytes(recipe: Recipe, ranks_per_node: int) -> int:
+    """Bytes that copies in memory take on a node at most: two generations, its own and its neighbour's."""
+    if recipe.checkpoint.memory_every is None:
+        return 0
+    split = recipe.parallel.tp * recipe.parallel.pp
+    return 4 * ranks_per_node * checkpoint_bytes(recipe) // split
+
+
 def data_notes(recipe: Recipe) -> list[str]:
     """A warning where the data cannot be seen from here.
 
@@ -51,6 +59,17 @@ def data_notes(recipe: Recipe) -> list[str]:
     if init and not Path(init).is_dir():
         raise UserError(f"checkpoint.init: no folder {init}")
     return []
+
+
+def memory_notes(recipe: Recipe, ranks_per_node: int, limit: int | None) -> list[str]:
+    """One line about copies in memory, beside the memory that a node gives."""
+    need = memory_bytes(recipe, ranks_per_node)
+    if not need:
+        return []
+    told = f"copies in memory take at most {show_bytes(need)} per node"
+    if limit is not None and need > limit:
+        return [f"warning: {told}, and the job gets {show_bytes(limit)}: they will be left out"]
+    return [told]
 
 
 def storage_notes(recipe: Recipe, site: Site, run: RunDir) -> list[str]:

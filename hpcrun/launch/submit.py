@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcrun.errors import UserError
 from hpcrun.launch.environment import Export, job_environment
-from hpcrun.launch.estimate import data_notes, storage_notes
+from hpcrun.launch.estimate import data_notes, memory_notes, storage_notes
 from hpcrun.launch.render import batch_script, job_comment
 from hpcrun.launch.request import Options, Request, make_request, request_of, with_failure_rate
 from hpcrun.recipe import Recipe
@@ -26,6 +26,7 @@ from hpcrun.runs.create import (
 )
 from hpcrun.runs.runfile import RunFile, read_run_file
 from hpcrun.runs.snapshot import Tree, find_tree
+from hpcrun.runs.striping import stripe
 from hpcrun.sites.model import Site
 from hpcrun.slurm.control import SubmissionUnknown
 
@@ -72,7 +73,9 @@ def draft(recipe: Recipe, site: Site, options: Options) -> Draft:
         tree=tree,
         secrets_file=secrets_path(run.name) if values else None,
     )
-    return Draft(run, file, request, tree, values, notes + storage_notes(recipe, site, run))
+    notes += storage_notes(recipe, site, run)
+    notes += memory_notes(recipe, request.ranks_per_node, request.memory or site.node.memory)
+    return Draft(run, file, request, tree, values, notes)
 
 
 def submit(drafted: Draft) -> str:
@@ -84,6 +87,7 @@ def submit(drafted: Draft) -> str:
     """
     try:
         create_run(drafted.run, drafted.file, drafted.tree)
+        drafted.notes.extend(stripe(drafted.run.checkpoints, drafted.file.site.filesystem))
         _write_secrets(drafted)
         return _start(drafted.run, drafted.file, drafted.request, drafted.script)
     except SubmissionUnknown:

@@ -18,6 +18,7 @@ from hpcrun.node.agent import Agent, Duty, Notices
 from hpcrun.node.coordinator import Coordinator, Policy
 from hpcrun.node.environment import base_environment
 from hpcrun.node.journal import RunJournal
+from hpcrun.node.memory import node_memory
 from hpcrun.node.placement import Placement, placement
 from hpcrun.node.ranks import CommandLauncher, Launcher, TrainerLauncher
 from hpcrun.node.requeue import GiveBack, end_frozen_agents
@@ -53,26 +54,33 @@ def _serve(run: RunDir, file: RunFile, place: Placement, notices: Notices) -> in
     """Be the agent, and on the first node the coordinator, until the job's end is known."""
     scratch = Path(tempfile.mkdtemp(prefix=f"hpcrun-{place.job_id}-"))
     try:
-        journal = RunJournal(run, place, lambda holder: _is_alive(holder, place))
-        environment = base_environment(os.environ, file, scratch)
-        token = bytes.fromhex((run.job / "token").read_text())
-        server = coordinator = None
-        if place.index == 0:
-            clear_result(run, place)
-            coordinator = Coordinator(_policy(file, place), journal)
-            address = _interface_address(file.site.rendezvous.interface)
-            server = Server(listen(address, place.coordinator_ports()), file.run, token, coordinator)
-        launcher = _launcher(run, file, place, environment)
-        duty = Duty(run, file, place, token, environment, _lead_begins(file, place))
-        agent = Agent(duty, launcher, journal, notices, server, GiveBack(place, journal).as_survivor)
-        code = agent.run()
-        if coordinator:
-            write_result(run, place, code)
-            if place.slurm:
-                end_frozen_agents(coordinator.unheard, place, journal)
-        return code
+        with node_memory(place.job_id, file.run) as memory:
+            environment = base_environment(os.environ, file, scratch, memory)
+            return _agent(run, file, place, notices, environment)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _agent(
+    run: RunDir, file: RunFile, place: Placement, notices: Notices, environment: dict[str, str]
+) -> int:
+    journal = RunJournal(run, place, lambda holder: _is_alive(holder, place))
+    token = bytes.fromhex((run.job / "token").read_text())
+    server = coordinator = None
+    if place.index == 0:
+        clear_result(run, place)
+        coordinator = Coordinator(_policy(file, place), journal)
+        address = _interface_address(file.site.rendezvous.interface)
+        server = Server(listen(address, place.coordinator_ports()), file.run, token, coordinator)
+    launcher = _launcher(run, file, place, environment)
+    duty = Duty(run, file, place, token, environment, _lead_begins(file, place))
+    agent = Agent(duty, launcher, journal, notices, server, GiveBack(place, journal).as_survivor)
+    code = agent.run()
+    if coordinator:
+        write_result(run, place, code)
+        if place.slurm:
+            end_frozen_agents(coordinator.unheard, place, journal)
+    return code
 
 
 def _launcher(run: RunDir, file: RunFile, place: Placement, environment: dict[str, str]) -> Launcher:

@@ -13,9 +13,14 @@ from hpcrun.records import RunDir
 from hpcrun.runs.runfile import RunFile
 
 
-def base_environment(environ: Mapping[str, str], file: RunFile, scratch: Path) -> dict[str, str]:
-    """What all ranks of a node share: the batch script's exports and the secrets."""
-    return dict(environ) | read_secrets(file.secrets_file) | {"HPCRUN_HEARTBEAT_DIR": str(scratch)}
+def base_environment(
+    environ: Mapping[str, str], file: RunFile, scratch: Path, memory: Path | None
+) -> dict[str, str]:
+    """What all ranks of a node share: the batch script's exports, the secrets and the agent's folders."""
+    folders = {"HPCRUN_HEARTBEAT_DIR": str(scratch)}
+    if memory:
+        folders["HPCRUN_MEMORY_DIR"] = str(memory)
+    return dict(environ) | read_secrets(file.secrets_file) | folders
 
 
 def rank_environment(run: RunDir, order: Message, rank: int, local_rank: int) -> dict[str, str]:

@@ -45,13 +45,13 @@ def members(run: RunDir) -> list[str]:
     return nodes
 
 
-def assert_story(run: RunDir, node: str) -> None:
+def assert_story(run: RunDir, node: str, every: int = 10) -> None:
     """The run tells which node, when noticed, which checkpoint, what was repeated, how long it took."""
     told = [recovery for recovery in recoveries(run) if node in recovery.reason]
     assert told, [recovery.reason for recovery in recoveries(run)]
     recovery = told[0]
     assert recovery.noticed > 0
-    assert recovery.resumed_step is not None and recovery.resumed_step % 10 == 0
+    assert recovery.resumed_step is not None and recovery.resumed_step % every == 0
     assert recovery.steps_repeated is not None and recovery.steps_repeated >= 0
     assert recovery.seconds is not None and recovery.seconds > 0
 
@@ -92,7 +92,9 @@ def test_without_a_spare_the_job_is_requeued_and_repeats_nothing_else(
 def test_with_a_spare_the_allocation_goes_on_and_the_healed_node_returns_as_a_spare(
     cluster: Cluster, installed: Installed, undisturbed: dict[int, str]
 ) -> None:
-    run = start(cluster, installed, RECIPE, "spare", "--set", "resources.spares=1")
+    """The state comes from memory: the lost node's is on the other one."""
+    options = ["--set", "resources.spares=1", "--set", "checkpoint.memory_every=1"]
+    run = start(cluster, installed, RECIPE, "spare", *options)
     wait_for_step(run, 25)
     node = members(run)[1]
     job = events(run, "attempt_started")[0]
@@ -108,4 +110,7 @@ def test_with_a_spare_the_allocation_goes_on_and_the_healed_node_returns_as_a_sp
     assert losses(run) == undisturbed
     assert newest_write(run, 1) < cut_at + NODE_TIMEOUT / 2 + 3
     assert members(run)[0] == job["nodes"][0] and members(run)[1] != node
-    assert_story(run, node)
+    assert [recovery.checkpoint for recovery in recoveries(run)] == ["memory"]
+    assert_story(run, node, every=1)
+    for name in members(run):
+        assert "hpcrun-" not in cluster.on_node(name, ["ls", "/dev/shm"]).stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def restore(run: RunDir, model: dict[str, Any], tensors: list[LocalTensor]) -> R
             f"{run.checkpoints}: no checkpoint can be loaded ({reasons}); remove them to start anew"
         )
     return None
+
+
+def newest_step(run: RunDir) -> int:
+    """Of the checkpoints on disk that count; 0 when there is none, or nobody can tell."""
+    starts = resumed_steps(run)
+    with suppress(OSError):
+        for step, attempt, _ in checkpoints_newest_first(run):
+            if not superseder(starts, step, attempt):
+                return step
+    return 0
 
 
 def begin_with(folder: Path, model: dict[str, Any], tensors: list[LocalTensor]) -> None:

@@ -1,4 +1,4 @@
-"""Host memory that holds one copy of a rank's share while the step goes on."""
+"""Host memory that holds one copy of a rank's tensors while the step goes on."""
 
 from __future__ import annotations
 
@@ -29,21 +29,8 @@ class Staging:
         Raises:
             NoRoom: there is too little memory.
         """
-        offsets, total = [], 0
-        for tensor in tensors:
-            offsets.append(total)
-            total += -(-tensor.bytes // _ALIGNMENT) * _ALIGNMENT
-        on_gpu = any(tensor.data.is_cuda for tensor in tensors)
-        buffer = self._reserve(total, on_gpu)
-        copies = []
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            place = buffer[offset : offset + tensor.bytes].view(tensor.data.dtype)
-            copied = place.reshape(lengths(tensor.box))
-            copied.copy_(tensor.data, non_blocking=True)
-            copies.append(replace(tensor, data=copied))
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
+        pinned = any(tensor.data.is_cuda for tensor in tensors)
+        return pack(tensors, self._reserve(packed_bytes(tensors), pinned))
 
     def _reserve(self, size: int, pinned: bool) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size:
@@ -52,3 +39,32 @@ class Staging:
                 raise NoRoom(size)
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer
+
+
+def packed_bytes(tensors: list[LocalTensor]) -> int:
+    """What :func:`pack` takes."""
+    return sum(_padded(tensor) for tensor in tensors)
+
+
+def placed(tensors: list[LocalTensor], buffer: torch.Tensor) -> list[LocalTensor]:
+    """The tensors as views of ``buffer`` (bytes), one behind the other; nothing is copied."""
+    views, offset = [], 0
+    for tensor in tensors:
+        place = buffer[offset : offset + tensor.bytes].view(tensor.data.dtype)
+        views.append(replace(tensor, data=place.reshape(lengths(tensor.box))))
+        offset += _padded(tensor)
+    return views
+
+
+def pack(tensors: list[LocalTensor], buffer: torch.Tensor) -> list[LocalTensor]:
+    """Copy the tensors into ``buffer``, a tensor of bytes on the host; returns them as they lie there."""
+    copies = placed(tensors, buffer)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.data.copy_(tensor.data, non_blocking=True)
+    if any(tensor.data.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return copies
+
+
+def _padded(tensor: LocalTensor) -> int:
+    return -(-tensor.bytes // _ALIGNMENT) * _ALIGNMENT

@@ -84,6 +84,10 @@ class Mesh:
         """The group that carries activations from pipeline rank ``source`` to ``target``."""
         return self._links[source, target]
 
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A new group of all ranks for tensors on the host. Collective."""
+        return dist.new_group(backend="gloo", timeout=self._timeout) if self.layout.world > 1 else None
+
     def __str__(self) -> str:
         at = self.at
         return f"rank {self.rank} = pp{at.pp} dp{at.dp} cp{at.cp} tp{at.tp} on node {socket.gethostname()}"
