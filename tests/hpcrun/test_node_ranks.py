@@ -102,8 +102,9 @@ def test_the_warm_parent_ignores_stop_signals_while_it_still_imports(tmp_path: P
     interpreter = tmp_path / "slow-python"
     interpreter.write_text("#!/bin/sh\nexec sleep 1000\n")
     interpreter.chmod(0o755)
+    before = set(psutil.Process().children())
     launcher = TrainerLauncher(str(interpreter), {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
-    (parent,) = psutil.Process().children()
+    (parent,) = set(psutil.Process().children()) - before
     try:
         for signum in (signal.SIGUSR2, signal.SIGTERM):
             parent.send_signal(signum)
