@@ -151,7 +151,7 @@ def test_when_none_can_be_loaded_the_run_does_not_start_anew_silently(two: tuple
 
 
 def test_a_moved_or_copied_run_loads(two: tuple[RunDir, Path, Path], tmp_path: Path) -> None:
-    """Field report: moved-or-copied-run."""
+    """Field reports: moved-or-copied-run, latest-link-relative: the newest is derived, there is no link."""
     shutil.copytree(two[0].path, tmp_path / "elsewhere" / "copy")
     shutil.rmtree(two[0].path)
     assert loaded_fill(RunDir(tmp_path / "elsewhere" / "copy"))[0] == 20.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from tests.training.runs import checkpoints, recipe, train_here, train_on
 from tests.training.test_checkpoint import MODEL, claimed, empty, facts, save_as_rank, tensors
 from tests.training.test_resume import events
 from training.checkpoint import load
+from training.checkpoint import save as saving
 from training.checkpoint.load import restore
 from training.checkpoint.saver import SaveError, save_checkpoint
 
@@ -179,3 +181,40 @@ def test_a_folder_that_cannot_be_read_does_not_start_the_run_anew(
     monkeypatch.setattr(load, "checkpoints_newest_first", unreadable)
     with pytest.raises(UserError, match=r"checkpoints: cannot be read: Input/output error"):
         restore(run, MODEL, empty())
+
+
+def save_over_slowly_cleared_leftovers(folder: str, claim: str) -> None:
+    """Rank 0 takes its time to clear the folder; whoever wrote meanwhile would lose its file."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    clear = saving.shutil.rmtree
+
+    def slowly(path: Path, ignore_errors: bool = False) -> None:
+        time.sleep(0.3)
+        clear(path, ignore_errors=ignore_errors)
+
+    saving.shutil.rmtree = slowly  # type: ignore[assignment]
+    save_checkpoint(facts(RunDir(Path(folder)), 1, claim, 5), tensors(5, rank, world))
+
+
+def test_no_rank_writes_before_the_folder_is_clear(tmp_path: Path) -> None:
+    """Field report: rank0-rmtree-races-writers."""
+    run, _, claim = claimed(tmp_path)
+    junk = run.checkpoints / "step_00000005.a0001"
+    junk.mkdir(parents=True)
+    (junk / "rank00007.h5").write_text("junk")
+    run_ranks(3, save_over_slowly_cleared_leftovers, str(run.path), claim)
+    assert verify(junk, deep=True) == []
+    names = sorted(path.name for path in junk.iterdir())
+    assert names == [MANIFEST, "rank00000.h5", "rank00001.h5", "rank00002.h5"]
+
+
+def test_no_lock_is_taken_or_asked_for(tmp_path: Path) -> None:
+    """Field reports: h5-lock-not-supported, h5-reader-blocks-writer. Another process holds all of them."""
+    run, attempt, claim = claimed(tmp_path)
+    folder = save_checkpoint(facts(run, attempt, claim, 1), tensors(5)).facts.folder
+    path = folder / "rank00000.h5"
+    part = shardfile.Part("model/t", "float32", (1,), ((0, 1),), lambda: [memoryview(bytes(4))])
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert restore(run, MODEL, empty())
+        shardfile.write_shard(path, [part])

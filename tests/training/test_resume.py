@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_bit_for_bit(
 def test_another_layout_reads_the_same_checkpoint(
     tokens: Path, tmp_path: Path, layout: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """Field report: stage-local layer names that load another stage's weights."""
+    """Field reports: reshard-refused-or-wrong; stage-local layer names that load another stage's weights."""
     common: dict[str, dict[str, Any]] = {
         "model": {"kv_heads": 1, "tie_embeddings": True, "vocab": 63},
         "train": {"steps": 8, "global_batch": 24, "lr": 1e-3},
@@ -265,3 +265,32 @@ def test_other_data_are_refused_unless_allowed_and_other_changes_are_told(
     told = events(out, "recipe_changed")[-1]["changes"]
     assert [change.split()[0] for change in told] == ["data.ends", "train.lr", "train.steps"]
     assert curve(out)[-1][0] == 6
+
+
+def test_a_run_begins_with_the_weights_of_another_only_when_it_has_none(tokens: Path, tmp_path: Path) -> None:
+    """Field report: warm-start-vs-resume: no step, moments or samples come along, and a requeue resumes."""
+    run_ranks(1, train_on, recipe(tokens), str(tmp_path / "first"))
+    init = str(tmp_path / "first" / "checkpoints" / "step_00000004.a0001")
+    wanted = recipe(tokens, parallel={"tp": 2}, checkpoint={"init": init, "background": False})
+    with pytest.raises(RankFailed):
+        run_ranks(2, train_and_signal, wanted, str(tmp_path / "next"), 4, 0, signal.SIGKILL)
+    assert run_ranks(2, train_on, wanted, str(tmp_path / "next")) == [EXIT_DONE] * 2
+    began = [(one["start_step"], one["checkpoint"]) for one in events(tmp_path / "next", "training_started")]
+    assert began == [(0, init), (2, "step_00000002.a0001")]
+    lines = list(read_json_lines(tmp_path / "next" / "metrics.jsonl"))
+    assert (lines[0]["step"], lines[0]["tokens"]) == (1, 16 * 16)
+    untrained, trained = curve(tmp_path / "first"), curve(tmp_path / "next")
+    assert trained[0][1] < untrained[0][1] - 0.2
+
+
+def test_weights_to_begin_with_must_fit(tokens: Path, tmp_path: Path) -> None:
+    run_ranks(1, train_on, recipe(tokens), str(tmp_path / "first"))
+    folder = tmp_path / "first" / "checkpoints" / "step_00000004.a0001"
+    init = {"init": str(folder)}
+    with pytest.raises(
+        RankFailed, match=r"checkpoint.init: .* is of another model: hidden 32 there, 48 here"
+    ):
+        run_ranks(1, train_on, recipe(tokens, model={"hidden": 48}, checkpoint=init), str(tmp_path / "next"))
+    os.truncate(folder / "rank00000.h5", 9000)
+    with pytest.raises(RankFailed, match=r"checkpoint.init: .*rank00000.h5: 9000 bytes"):
+        run_ranks(1, train_on, recipe(tokens, checkpoint=init), str(tmp_path / "other"))

@@ -179,6 +179,7 @@ def test_a_second_save_is_skipped_where_the_recipe_says_so(tokens: Path, tmp_pat
 
 
 def test_a_save_behind_the_training_holds_the_same_as_one_that_stops_it(tokens: Path, tmp_path: Path) -> None:
+    """Field report: async-unsupported-backend-silent: there is one format, and both ways write it."""
     for background in (True, False):
         wanted = recipe(
             tokens, parallel={"dp": 2, "zero": 1}, checkpoint={"every": 2, "background": background}
