@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcrun.blocks import BlockReader, Box, open_blocks
 from hpcrun.ckpt.families import Match, config_of, family_of, matches, model_of
+from hpcrun.ckpt.foreign import canonical_shape, write_weights
 from hpcrun.ckpt.numbers import READ_AS, from_float32, to_float32
 from hpcrun.ckpt.safetensors import Entry, Stored, read_header, write_file
 from hpcrun.ckpt.stream import chunks, in_blocks
-from hpcrun.ckpt.write import write_checkpoint
 from hpcrun.errors import UserError
 from hpcrun.manifest import HASH_BLOCK, Manifest
 from hpcrun.recipe import Model
@@ -26,8 +26,6 @@ from hpcrun.records import sync_folder
 from hpcrun.shardfile import Part
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_FILE_BYTES = 8 << 30
-"""Of one file of an imported checkpoint."""
 
 
 def export_weights(source: Path, manifest: Manifest, target: Path, dtype: str, largest: int) -> list[str]:
@@ -76,7 +74,7 @@ def import_weights(source: Path, target: Path) -> Model:
         found = stored.pop(match.theirs, None) or stored.pop(match.theirs.removeprefix("transformer."), None)
         if found is None:
             raise UserError(f"{source}: {match.theirs} is missing")
-        parts += _parts(match, found, _shapes(model, match))
+        parts += _parts(match, found, [canonical_shape(model, name) for name in match.ours])
     extra = [
         name for name in stored if not name.endswith((".attn.bias", ".masked_bias", "rotary_emb.inv_freq"))
     ]
@@ -84,17 +82,7 @@ def import_weights(source: Path, target: Path) -> Model:
         extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
         raise UserError(f"{source}: {extra[0]} has no place in a {family} model")
-    write_checkpoint(
-        target,
-        _in_files(parts),
-        run=source.name,
-        attempt=0,
-        claim="",
-        step=0,
-        layout={},
-        model=model.model_dump(),
-        state={"imported": {"from": "hf", "path": str(source)}},
-    )
+    write_weights(target, parts, model, "hf", source)
     return model
 
 
@@ -173,32 +161,6 @@ def _weight_files(source: Path) -> list[Path]:
     raise UserError(f"{source}: holds no *.safetensors file")
 
 
-def _shapes(model: Model, match: Match) -> list[tuple[int, ...]]:
-    """Of the canonical tensors in a match."""
-    return [_shape(model, name) for name in match.ours]
-
-
-def _shape(model: Model, name: str) -> tuple[int, ...]:
-    query, key = model.heads * model.head_size, model.kv * model.head_size
-    *_, part, kind = name.split(".")
-    sizes: dict[str, tuple[int, ...]] = {
-        "embedding": (model.vocab, model.hidden),
-        "head": (model.vocab, model.hidden),
-        "positions": (model.sequence, model.hidden),
-        "q": (query, model.hidden),
-        "k": (key, model.hidden),
-        "v": (key, model.hidden),
-        "o": (model.hidden, query),
-        "gate": (model.ffn, model.hidden),
-        "up": (model.ffn, model.hidden),
-        "down": (model.hidden, model.ffn),
-        "q_norm": (model.head_size,),
-        "k_norm": (model.head_size,),
-    }
-    shape = sizes.get(part, (model.hidden,))
-    return shape[:1] if kind == "bias" else shape
-
-
 def _parts(match: Match, stored: Stored, shapes: list[tuple[int, ...]]) -> Iterator[Part]:
     rows = sum(shape[0] for shape in shapes)
     expected = (shapes[0][1], rows) if match.transposed else (rows, *shapes[0][1:])
@@ -225,12 +187,3 @@ def _values(stored: Stored, transposed: bool, first: int, last: int) -> Iterator
     step = max(1, HASH_BLOCK // (4 * math.prod(stored.shape[1:])))
     for start in range(first, last, step):
         yield to_float32(stored.rows(start, min(start + step, last)), stored.dtype).tobytes()
-
-
-def _in_files(parts: list[Part]) -> list[list[Part]]:
-    files: list[list[Part]] = [[]]
-    for part in parts:
-        if files[-1] and sum(one.bytes for one in files[-1]) + part.bytes > _FILE_BYTES:
-            files.append([])
-        files[-1].append(part)
-    return files

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpcrun.cli.choose import runs_option
+
+if TYPE_CHECKING:
+    from hpcrun.recipe import Model
 from hpcrun.cli.ckpt_inspect import chosen_checkpoint, step_option
 
 
@@ -89,6 +93,7 @@ def export(
     epilog="""\b
 Example:
   hpcrun ckpt import --from hf Llama-3.2-1B llama-start
+  hpcrun ckpt import --from megatron --allow-pickle --recipe recipe.yaml megatron-run start
 """,
 )
 @click.argument("source", type=click.Path(path_type=Path))
@@ -96,21 +101,46 @@ Example:
 @click.option(
     "--from",
     "kind",
-    type=click.Choice(["hf"]),
+    type=click.Choice(["hf", "dcp", "megatron"]),
     required=True,
-    help="hf: a folder of transformers, safetensors.",
+    help="hf: transformers with safetensors; dcp: torch.distributed.checkpoint; megatron: Megatron-LM.",
 )
-def import_(source: Path, target: Path, kind: str) -> None:
-    """Make a checkpoint of weights from another format, and print the recipe's lines that start from it."""
-    from hpcrun.ckpt.huggingface import import_weights
+@click.option("--recipe", type=click.Path(path_type=Path), help="Whose model it is; for dcp and megatron.")
+@click.option("--allow-pickle", is_flag=True, help="Read the pickles of dcp and megatron; nothing is run.")
+def import_(source: Path, target: Path, kind: str, recipe: Path | None, allow_pickle: bool) -> None:
+    """Make a checkpoint of weights from another format, and print the recipe's lines that start from it.
+
+    Pickles are read by a reader that knows tensors and plain values; whatever else they ask for is
+    refused by name.
+    """
     from hpcrun.config import dump_yaml
 
-    model = import_weights(source, target)
-    recipe = {
+    if kind == "hf":
+        from hpcrun.ckpt.huggingface import import_weights
+
+        model = import_weights(source, target)
+    else:
+        model = _import_pickled(source, target, kind, recipe, allow_pickle)
+    lines = {
         "model": model.model_dump(mode="json", exclude_defaults=True),
         "checkpoint": {"init": str(target.resolve())},
     }
-    click.echo(dump_yaml(recipe), nl=False)
+    click.echo(dump_yaml(lines), nl=False)
+
+
+def _import_pickled(source: Path, target: Path, kind: str, recipe: Path | None, allowed: bool) -> Model:
+    from hpcrun.ckpt.dcp import import_dcp
+    from hpcrun.ckpt.megatron import import_megatron
+    from hpcrun.errors import UserError
+    from hpcrun.recipe import load_recipe
+
+    if not allowed:
+        raise UserError(f"--from {kind}: these files are pickles; say --allow-pickle to have them read")
+    if recipe is None:
+        raise UserError(f"--from {kind}: its files do not say the model in full; give --recipe")
+    model = load_recipe(recipe).model
+    (import_dcp if kind == "dcp" else import_megatron)(source, target, model)
+    return model
 
 
 @contextmanager

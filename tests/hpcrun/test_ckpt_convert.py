@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
 from hpcrun.ckpt.diff import compare
-from hpcrun.ckpt.families import family_of, matches
+from hpcrun.ckpt.families import family_of
+from hpcrun.ckpt.foreign import canonical_names, canonical_shape
 from hpcrun.ckpt.huggingface import export_weights, import_weights
 from hpcrun.ckpt.numbers import from_float32, to_float32
 from hpcrun.ckpt.reshard import reshard
@@ -44,11 +45,11 @@ MODELS = {
 
 def weights(model: Model) -> dict[str, np.ndarray]:
     """Random ones of every tensor of a model."""
-    from hpcrun.ckpt.huggingface import _shape
-
     generator = np.random.default_rng(5)
-    names = [name for match in matches(family_of(model), model) for name in match.ours]
-    return {f"model/{name}": generator.standard_normal(_shape(model, name), "f4") for name in names}
+    return {
+        f"model/{name}": generator.standard_normal(canonical_shape(model, name), "f4")
+        for name in canonical_names(model)
+    }
 
 
 def made(folder: Path, model: Model, files: int = 1, axis: int = 0, **more: np.ndarray) -> Path:
