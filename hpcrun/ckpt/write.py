@@ -25,6 +25,10 @@ def write_checkpoint(folder: Path, files: Sequence[Sequence[Part]], **facts: Any
         UserError: the folder exists, or the disk refuses.
     """
     try:
+        import h5py  # noqa: F401
+    except ImportError as error:
+        raise UserError("writing a checkpoint takes h5py: pip install h5py") from error
+    try:
         folder.mkdir(mode=0o750, parents=True)
     except FileExistsError as error:
         raise UserError(f"{folder}: exists already; choose another name") from error

@@ -260,3 +260,13 @@ def test_a_reshard_that_is_killed_leaves_no_checkpoint(
     with pytest.raises(UserError, match=r"manifest\.json: No space left"):
         reshard(source, read_manifest(source), tmp_path / "target", 1, 1)
     assert not (tmp_path / "target").exists()
+
+
+def test_a_login_node_without_h5py_exports_and_says_what_import_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = made(tmp_path / "run", LLAMA)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    assert invoke("export", "--to", "hf", source, tmp_path / "hf").exception is None
+    with pytest.raises(UserError, match="takes h5py: pip install h5py"):
+        raise invoke("import", "--from", "hf", tmp_path / "hf", tmp_path / "back").exception or AssertionError

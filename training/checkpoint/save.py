@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py  # noqa: F401 - here, so that the warm parent has it before it forks
+
 from hpcrun.blocks import overlap, volume
 from hpcrun.manifest import MANIFEST, File, Manifest, Piece, Tensor, manifest_text
 from hpcrun.records import RunDir, checkpoint_name, read_claim, replace_text, sync_folder
