@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from hpcrun.records import RunDir, parse_checkpoint_name
 
@@ -63,6 +63,13 @@ class Tensor(_Strict):
     dtype: str
     shape: list[int]
     pieces: list[Piece]
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{dtype!r} is none of {', '.join(ITEM_BYTES)}")
+        return dtype
 
     def bytes_of(self, piece: Piece) -> int:
         return piece.elements * ITEM_BYTES[self.dtype]
@@ -123,11 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
-        framed = _FRAME.fullmatch(text)
-        if not framed or hashlib.sha256(framed[2]).hexdigest().encode() != framed[1]:
-            raise ManifestError(f"{path}: torn or changed since it was written")
-        return Manifest.model_validate_json(framed[2])
+        return Manifest.model_validate_json(_body(path))
     except FileNotFoundError as error:
         raise ManifestError(f"{folder}: no {MANIFEST}: the save never committed") from error
     except OSError as error:
@@ -138,6 +141,22 @@ def read_manifest(folder: Path) -> Manifest:
             raise ManifestError(f"{path}: {told}: update hpcrun") from error
         first = error.errors()[0]
         raise ManifestError(f"{path}: not a valid manifest: {first['loc']}: {first['msg']}") from error
+
+
+def manifest_whole(folder: Path) -> bool:
+    """Whether the manifest is there as it was written; quick, as it is not parsed."""
+    try:
+        _body(folder / MANIFEST)
+    except (OSError, ManifestError):
+        return False
+    return True
+
+
+def _body(path: Path) -> bytes:
+    framed = _FRAME.fullmatch(path.read_bytes())
+    if not framed or hashlib.sha256(framed[2]).hexdigest().encode() != framed[1]:
+        raise ManifestError(f"{path}: torn or changed since it was written")
+    return framed[2]
 
 
 def _newer(error: ValidationError) -> int | None:

@@ -1,7 +1,8 @@
 """Which checkpoints of a run may go, and how they go.
 
 Only folders with the name of a checkpoint are ever touched; ``best-step-100`` and ``step_10.bak`` are a
-person's. Only committed checkpoints that a resumed run could start from count towards those to keep.
+person's. Only committed checkpoints that a resumed run could start from, by a manifest that is whole, count
+towards those to keep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpcrun.manifest import MANIFEST, ManifestError, checkpoints_newest_first, read_manifest, superseder
+from hpcrun.manifest import (
+    MANIFEST,
+    ManifestError,
+    checkpoints_newest_first,
+    manifest_whole,
+    read_manifest,
+    superseder,
+)
 from hpcrun.records import RunDir, parse_checkpoint_name, resumed_steps
 
 _READING = "reading."
@@ -38,23 +46,26 @@ def removable(
 
     Args:
         unfinished_before: folders without a manifest go if their attempt is below this one.
-        keep: the newest so many stay; None keeps all.
+        keep: the newest so many stay, and any newer one whose manifest is damaged, which does not count;
+            None keeps all.
         keep_every: those of steps that are multiples of it stay for ever.
         keep_best: the so many with the lowest loss stay.
     """
     starts = resumed_steps(run)
     committed = list(checkpoints_newest_first(run))
     good = [one for one in committed if not superseder(starts, one[0], one[1])]
-    kept = {path for _, _, path in (good if keep is None else good[: max(1, keep)])}
+    newest = _newest([path for _, _, path in good], keep or 1)
+    kept = {path for _, _, path in good} if keep is None else set(newest)
     if keep_every:
         kept |= {path for step, _, path in good if step % keep_every == 0}
     if keep_best:
         kept |= set(_best([path for _, _, path in good], keep_best))
     doomed = [path for _, _, path in committed if path not in kept]
-    if not good:
+    if not newest:
         doomed = []
     doomed += _unfinished(run, unfinished_before)
-    return [path for path in doomed if not path.is_symlink() and not _being_read(path)]
+    ours = [path for path in doomed if path.is_dir() and not path.is_symlink()]
+    return [path for path in ours if not _being_read(path)]
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -92,6 +103,16 @@ def reading(folder: Path) -> Iterator[None]:
         toucher.join()
         with suppress(OSError):
             mark.unlink()
+
+
+def _newest(folders: list[Path], keep: int) -> list[Path]:
+    """Down to the ``keep``-th with a whole manifest; none where no manifest is whole."""
+    whole = 0
+    for count, folder in enumerate(folders, 1):
+        whole += manifest_whole(folder)
+        if whole == keep:
+            return folders[:count]
+    return folders if whole else []
 
 
 def _best(folders: list[Path], count: int) -> list[Path]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcrun.blocks import BlockReader, Box, open_blocks, overlap, volume
+from hpcrun.blocks import BlockReader, Box, Damaged, open_blocks, overlap, volume
 from hpcrun.ckpt.stream import read_box, tiles
+from hpcrun.ckpt.verify import incoherent
 from hpcrun.manifest import Manifest, Tensor
 
 _FLOATS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
@@ -28,6 +30,9 @@ class Change:
     largest: float | None
     """Difference; None for types that are compared by their bits."""
 
+    def within(self, tolerance: float | None) -> bool:
+        return tolerance is not None and self.largest is not None and self.largest <= tolerance
+
 
 @dataclass
 class Difference:
@@ -42,14 +47,30 @@ class Difference:
     def __bool__(self) -> bool:
         return any((self.keys, self.only_first, self.only_second, self.shapes, self.values))
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no word for infinity: text, as in metrics."""
+        told = asdict(self)
+        for change in told["values"]:
+            if change["largest"] == math.inf:
+                change["largest"] = "inf"
+        return told
 
-def compare(first: Path, one: Manifest, second: Path, other: Manifest, tolerance: float = 0.0) -> Difference:
+
+def compare(
+    first: Path, one: Manifest, second: Path, other: Manifest, tolerance: float | None = None
+) -> Difference:
     """Read both as far as needed: tensors with the same pieces and hashes are not read.
 
+    Args:
+        tolerance: values that differ by no more are the same; None compares bits, so that 0.0 is not -0.0.
+
     Raises:
-        Damaged: a block that had to be read has changed.
+        Damaged: a block that had to be read has changed, or pieces do not make whole tensors.
         OSError: a file cannot be read.
     """
+    for folder, manifest in ((first, one), (second, other)):
+        if problem := next(incoherent(manifest), None):
+            raise Damaged(f"{folder}/{problem}")
     found = Difference(keys=list(_keys(one, other)))
     found.only_first = sorted(set(one.tensors) - set(other.tensors))
     found.only_second = sorted(set(other.tensors) - set(one.tensors))
@@ -60,7 +81,7 @@ def compare(first: Path, one: Manifest, second: Path, other: Manifest, tolerance
                 found.shapes.append(f"{name}: {a.dtype} {a.shape} -> {b.dtype} {b.shape}")
             elif not _same_hashes(a, b):
                 change = _values(name, a, left, b, right)
-                if change.differing and not (change.largest is not None and change.largest <= tolerance):
+                if change.differing and not change.within(tolerance):
                     found.values.append(change)
     return found
 

@@ -48,6 +48,11 @@ def usable(run: RunDir) -> list[Path]:
     ]
 
 
+def committed(run: RunDir) -> list[Path]:
+    """Those with a manifest, superseded or not, newest first."""
+    return [path for _, _, path in checkpoints_newest_first(run)]
+
+
 def newest(run: RunDir, step: int | None = None) -> Path:
     """The newest checkpoint that the run could resume from, or that of ``step``.
 
@@ -96,10 +101,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _entries(run: RunDir) -> list[tuple[int, int, Path]]:
-    if not run.checkpoints.is_dir():
-        return []
     try:
         entries = list(run.checkpoints.iterdir())
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UserError(f"{run.checkpoints}: cannot be read: {error.strerror}") from error
     parsed = [(parse_checkpoint_name(entry.name), entry) for entry in entries]
@@ -111,8 +116,9 @@ def _listed(run: RunDir, entries: list[tuple[int, int, Path]]) -> Iterator[Liste
     for step, attempt, folder in entries:
         try:
             manifest, state = read_manifest(folder), ""
-        except ManifestError:
-            manifest, state = None, DAMAGED if (folder / MANIFEST).exists() else UNFINISHED
+        except ManifestError as error:
+            manifest = None
+            state = UNFINISHED if isinstance(error.__cause__, FileNotFoundError) else DAMAGED
         if manifest and superseder(starts, step, attempt):
             state = SUPERSEDED
         elif manifest and not newest_seen:

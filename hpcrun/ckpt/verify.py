@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpcrun.blocks import overlap, volume
+from hpcrun.blocks import Box, overlap, volume
 from hpcrun.manifest import (
     HASH_BLOCK,
     MANIFEST,
@@ -47,32 +47,50 @@ def verify(
         if (folder / MANIFEST).exists():
             return [str(error)]
         raise
-    damages = [
-        line for name, tensor in manifest.tensors.items() for line in _coverage(name, tensor, manifest)
-    ]
+    damages = list(incoherent(manifest))
+    manifest = _in_files(manifest)
     damages += _files(folder, manifest)
     if deep:
         damages += _blocks(folder, manifest, threads or min(8, os.cpu_count() or 1), progress)
     return damages
 
 
+def incoherent(manifest: Manifest) -> Iterator[str]:
+    """Pieces that do not make whole tensors, or lie in no file; nothing but the manifest is read."""
+    for name, tensor in manifest.tensors.items():
+        yield from _coverage(name, tensor, manifest)
+
+
+def _in_files(manifest: Manifest) -> Manifest:
+    """Without pieces in files that the manifest does not have."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        pieces = [piece for piece in tensor.pieces if 0 <= piece.file < len(manifest.files)]
+        return tensor.model_copy(update={"pieces": pieces})
+
+    tensors = {name: kept(tensor) for name, tensor in manifest.tensors.items()}
+    return manifest.model_copy(update={"tensors": tensors})
+
+
 def _coverage(name: str, tensor: Tensor, manifest: Manifest) -> Iterator[str]:
-    held, whole = 0, volume(tuple((0, length) for length in tensor.shape))
+    boxes: list[Box] = []
     for index, piece in enumerate(tensor.pieces):
         box = tuple(piece.box)
-        held += piece.elements
         if len(box) != len(tensor.shape) or any(
-            not 0 <= start < stop <= length for (start, stop), length in zip(box, tensor.shape, strict=False)
+            not 0 <= start < stop <= length for (start, stop), length in zip(box, tensor.shape, strict=True)
         ):
             yield f"{MANIFEST}: {name}: piece {index} lies outside the tensor: {piece.box} of {tensor.shape}"
-        elif any(overlap(box, tuple(other.box)) for other in tensor.pieces[:index]):
-            yield f"{MANIFEST}: {name}: piece {index} overlaps another"
+        else:
+            if any(overlap(box, other) for other in boxes):
+                yield f"{MANIFEST}: {name}: piece {index} overlaps another"
+            boxes.append(box)
         if not 0 <= piece.file < len(manifest.files):
             yield f"{MANIFEST}: {name}: piece {index} lies in file {piece.file} of {len(manifest.files)}"
-        elif piece.offset + tensor.bytes_of(piece) > manifest.files[piece.file].size:
-            yield f"{MANIFEST}: {name}: piece {index} ends behind the end of its file"
+        elif not 0 <= piece.offset <= manifest.files[piece.file].size - tensor.bytes_of(piece):
+            yield f"{MANIFEST}: {name}: piece {index} begins before or ends behind its file"
         if len(piece.hashes) != -(-tensor.bytes_of(piece) // HASH_BLOCK):
             yield f"{MANIFEST}: {name}: piece {index} has {len(piece.hashes)} hashes"
+    held, whole = sum(map(volume, boxes)), volume(tuple((0, length) for length in tensor.shape))
     if held != whole:
         yield f"{MANIFEST}: {name}: its pieces hold {held} of {whole} elements"
 
@@ -144,11 +162,19 @@ def _block(
         f"{folder / manifest.files[piece.file].name}: {name}: block {number}: bytes {first} to {first + size}"
     )
     try:
-        data = os.pread(files[piece.file], size, first)
+        data = _read(files[piece.file], size, first)
     except OSError as error:
         return size, f"{place}: {error.strerror}"
     if len(data) < size:
         return size, f"{place} are missing"
-    if block_hash(data) != piece.hashes[number]:
+    if number < len(piece.hashes) and block_hash(data) != piece.hashes[number]:
         return size, f"{place} have changed"
     return size, None
+
+
+def _read(fd: int, size: int, offset: int) -> bytes:
+    """``size`` bytes, fewer only at the end of the file: one pread may return less."""
+    data = b""
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data

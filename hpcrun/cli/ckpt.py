@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from hpcrun.cli import LazyGroup
+from hpcrun.errors import UserError
 
 
 class _Group(LazyGroup):
@@ -18,6 +21,16 @@ class _Group(LazyGroup):
         "export": ("hpcrun.cli.ckpt_convert:export", "Write a checkpoint's weights in another format."),
         "import": ("hpcrun.cli.ckpt_convert:import_", "Make a checkpoint of weights from another format."),
     }
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """What the disk refuses is one line, wherever it happens."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            raise UserError(f"{place}{error.strerror or error}") from error
 
 
 _EXAMPLE = """\b

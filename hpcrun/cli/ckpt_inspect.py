@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,34 +153,38 @@ Example:
 @runs_option
 @step_option
 @click.option("--deep", is_flag=True, help="Read every byte; without it: manifest, sizes and frames.")
-@click.option("--all", "every", is_flag=True, help="Every committed checkpoint of a run.")
-def verify(target: str, runs: Path | None, step: int | None, deep: bool, every: bool) -> int:
+@click.option("--all", "every", is_flag=True, help="Every committed checkpoint of a run, superseded or not.")
+@json_option
+def verify(target: str, runs: Path | None, step: int | None, deep: bool, every: bool, as_json: bool) -> int:
     """Whether a checkpoint is whole. Exits 0 if it is, 1 if not, 2 if there is none.
 
     Each damaged place is one line: file, tensor, block and bytes.
     """
-    from hpcrun.ckpt.find import usable
+    from hpcrun.ckpt.find import committed
     from hpcrun.ckpt.verify import verify as examine
     from hpcrun.errors import UserError
     from hpcrun.manifest import ManifestError
     from hpcrun.retention import reading
 
-    folders = usable(chosen_run(target, runs)) if every else [chosen_checkpoint(target, runs, step)]
-    if not folders:
-        raise UserError(f"{target}: no checkpoint yet")
-    worst = 0
+    folders = committed(chosen_run(target, runs)) if every else [chosen_checkpoint(target, runs, step)]
+    found: dict[str, list[str]] = {}
     for folder in folders:
         try:
             with reading(folder), _progress(folder.name) as progress:
                 damages = examine(folder, deep=deep, progress=progress)
         except ManifestError as error:
+            if every:
+                continue  # retention took it meanwhile
             raise UserError(str(error)) from error
-        for damage in damages:
-            click.echo(damage)
+        found[str(folder)] = damages
         word = f"{len(damages)} damaged" if damages else "whole" if deep else "whole, tensor data not read"
-        click.echo(f"{folder}: {word}")
-        worst = max(worst, 1 if damages else 0)
-    return worst
+        if not as_json:
+            click.echo("\n".join([*damages, f"{folder}: {word}"]))
+    if not found:
+        raise UserError(f"{target}: no checkpoint yet")
+    if as_json:
+        click.echo(json.dumps(found))
+    return 1 if any(found.values()) else 0
 
 
 @contextmanager
@@ -210,11 +215,10 @@ Example:
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    default=0.0,
-    help="Values that differ by this much are the same.",
+    help="Values that differ by no more are the same; default: every bit counts.",
 )
 @json_option
-def diff(first: str, second: str, runs: Path | None, tolerance: float, as_json: bool) -> int:
+def diff(first: str, second: str, runs: Path | None, tolerance: float | None, as_json: bool) -> int:
     """How two checkpoints differ, whatever layouts wrote them. Exits 0 if they do not, 1 if they do."""
     from hpcrun.blocks import Damaged
     from hpcrun.ckpt.diff import compare
@@ -228,10 +232,8 @@ def diff(first: str, second: str, runs: Path | None, tolerance: float, as_json: 
             found = compare(one, opened(one), other, opened(other), tolerance)
     except Damaged as error:
         raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"{error.filename or one}: {error.strerror}") from error
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(found.as_dict()))
     else:
         _show_difference(found)
     return 1 if found else 0
@@ -287,13 +289,15 @@ def prune(
 
     run = chosen_run(wanted, runs)
     recipe = read_run_file(run).recipe.checkpoint
-    doomed = removable(
+    candidates = partial(
+        removable,
         run,
         unfinished_before=run.last_attempt(),
         keep=keep or recipe.keep,
         keep_every=keep_every or recipe.keep_every,
         keep_best=keep_best or recipe.keep_best,
     )
+    doomed = candidates()
     if not doomed:
         click.echo("nothing to remove")
         return
@@ -304,9 +308,12 @@ def prune(
     if dry_run or not (yes or click.confirm(f"remove these, {total}?", err=True)):
         click.echo(f"{total} would be freed")
         return
-    for folder in doomed:
+    freed = 0
+    for folder in sorted(sizes.keys() & set(candidates())):  # somebody may read one since the question
         try:
             remove_checkpoint(folder)
         except OSError as error:
-            raise UserError(f"{error.filename or folder}: cannot be removed: {error.strerror}") from error
-    click.echo(f"{total} freed")
+            told = f"{error.filename or folder}: cannot be removed: {error.strerror}"
+            raise UserError(f"{told}; {show_bytes(freed)} freed") from error
+        freed += sizes[folder]
+    click.echo(f"{show_bytes(freed)} freed")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,6 +180,105 @@ def test_holes_and_overlaps_of_pieces_are_seen(run: RunDir) -> None:
     assert "ends behind" in damaged([first, second.model_copy(update={"offset": 1 << 40})])[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"file": 9}, "piece 0 lies in file 9 of 2"),
+        ({"offset": -5}, "piece 0 begins before"),
+        ({"box": [[0, 600]]}, "piece 0 lies outside the tensor"),
+        ({"hashes": []}, "piece 0 has 0 hashes"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_damage(run: RunDir, change: dict[str, Any], told: str) -> None:
+    folder = make_checkpoint(run, 1, 1, tensors(), files=2)
+    whole = json.loads(read_manifest(folder).model_dump_json())
+    whole["tensors"]["model/matrix"]["pieces"][0].update(change)
+    (folder / MANIFEST).write_text(manifest_text(Manifest.model_validate(whole)))
+    flip(folder / "rank00001.h5", read_manifest(folder).tensors["exp_avg/matrix"].pieces[1].offset)
+    for words in (("verify",), ("verify", "--deep")):
+        done = invoke(*words, folder)
+        assert done.return_value == 1
+        assert told in done.output
+        assert ("rank00001.h5: exp_avg/matrix: block 0" in done.output) == ("--deep" in words)
+    with pytest.raises(UserError, match=told):
+        raise invoke("diff", folder, folder).exception or AssertionError
+
+
+def test_an_unknown_type_is_a_damaged_manifest(run: RunDir) -> None:
+    folder = make_checkpoint(run, 1, 1, tensors())
+    whole = read_manifest(folder)
+    odd = whole.tensors["model/matrix"].model_copy(update={"dtype": "odd"})
+    changed = whole.model_copy(update={"tensors": whole.tensors | {"model/matrix": odd}})
+    (folder / MANIFEST).write_text(manifest_text(changed))
+    assert "'odd' is none of float32" in verify(folder, deep=True)[0]
+    with pytest.raises(UserError, match="'odd' is none of float32"):
+        raise invoke("show", folder).exception or AssertionError
+
+
+def test_a_file_that_cannot_be_read_is_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(run, 1, 1, tensors())
+    at = read_manifest(folder).tensors["model/matrix"].pieces[0].offset
+    pread = os.pread
+
+    def failing(fd: int, size: int, offset: int) -> bytes:
+        if offset == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    (damage,) = verify(folder, deep=True)
+    assert f"rank00000.h5: model/matrix: block 0: bytes {at} to" in damage
+    assert damage.endswith("Input/output error")
+
+
+def test_short_reads_are_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(run, 1, 1, tensors())
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 1 << 20), at))
+    assert verify(folder, deep=True) == []
+
+
+def test_verify_all_takes_superseded_ones_too(run: RunDir) -> None:
+    bad, good = make_checkpoint(run, 50, 1, tensors()), make_checkpoint(run, 10, 1, tensors())
+    (bad / "rank00000.h5").unlink()
+    claim_attempt(run)
+    replace_text(run.attempt(2) / RESUMED, json.dumps({"step": 10}))
+    assert invoke("verify", run.path).return_value == 0
+    done = invoke("verify", "--all", "--json", run.path)
+    assert done.return_value == 1
+    told = json.loads(done.output)
+    assert list(told) == [str(bad), str(good)]
+    assert told[str(good)] == [] and "No such file" in told[str(bad)][0]
+
+
+def test_the_disk_refuses_in_one_line() -> None:
+    with pytest.raises(UserError, match="File name too long"):
+        raise invoke("show", "a" * 300).exception or AssertionError
+
+
+def test_ls_goes_on_past_what_it_cannot_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = make_checkpoint(run, 2, 1, tensors())
+    make_checkpoint(run, 1, 1, tensors())
+    stat, read = Path.stat, Path.read_bytes
+
+    def refused(path: Path) -> None:
+        if path.parent == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def refusing_stat(path: Path, **options: bool) -> os.stat_result:
+        refused(path)
+        return stat(path, **options)
+
+    def refusing_read(path: Path) -> bytes:
+        refused(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "stat", refusing_stat)
+    monkeypatch.setattr(Path, "read_bytes", refusing_read)
+    rows = json.loads(invoke("ls", run.path, "--json").output)
+    assert [(row["step"], row["state"]) for row in rows] == [(2, "damaged manifest"), (1, "newest")]
+
+
 def test_diff_reads_nothing_where_hashes_tell(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = make_checkpoint(run, 1, 1, tensors()), make_checkpoint(run, 1, 2, tensors())
     monkeypatch.setattr(BlockReader, "read", None)
@@ -229,6 +330,15 @@ def test_diff_of_bf16_bytes_and_what_is_not_a_number(run: RunDir) -> None:
         "model/nan: 1 of 2 elements differ, by at most inf",
         "rng/byte: 1 of 2 elements differ",
     ]
+
+
+def test_diff_sees_bits_and_writes_json_that_is_json(run: RunDir) -> None:
+    one = make_checkpoint(run, 1, 1, {"model/a": np.array([0.0, np.nan], "f4")})
+    sign = make_checkpoint(run, 1, 2, {"model/a": np.array([-0.0, np.nan], "f4")})
+    number = make_checkpoint(run, 1, 3, {"model/a": np.array([0.0, 1.0], "f4")})
+    assert invoke("diff", one, sign).output == "model/a: 1 of 2 elements differ, by at most 0\n"
+    assert invoke("diff", one, sign, "--tolerance", 0).return_value == 0
+    assert json.loads(invoke("diff", one, number, "--json").output)["values"][0]["largest"] == "inf"
 
 
 @pytest.mark.parametrize("box", [((0, 1200), (0, 1000)), ((5, 17), (3, 999)), ((1199, 1200), (0, 1))])

@@ -15,6 +15,7 @@ from hpcrun.cli.ckpt import command
 from hpcrun.manifest import MANIFEST
 from hpcrun.records import RESUMED, RunDir, claim_attempt, replace_text
 from hpcrun.retention import reading, removable, remove_checkpoint
+from hpcrun.units import show_bytes
 from tests.hpcrun.made_checkpoints import make_checkpoint
 from tests.hpcrun.made_runs import MadeRun
 
@@ -50,6 +51,30 @@ def test_only_committed_checkpoints_count(run: RunDir) -> None:
     assert doomed(run, 1) == []
     left = removable(run, unfinished_before=2, keep=1)
     assert sorted(path.name for path in left) == ["step_00000020.a0001", "step_00000030.a0001"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, None])
+def test_damaged_manifests_do_not_count(run: RunDir, keep: int | None) -> None:
+    """Field report: retention-kills-only-good."""
+    for step in (10, 20, 30):
+        make_checkpoint(run, step, 1, TENSORS)
+    torn = run.checkpoints / "step_00000030.a0001" / MANIFEST
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert doomed(run, keep) == (["step_00000010.a0001"] if keep == 1 else [])
+
+
+def test_where_no_manifest_is_whole_nothing_that_was_committed_goes(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        (make_checkpoint(run, step, 1, TENSORS) / MANIFEST).write_text("{}")
+    claim_attempt(run)
+    replace_text(run.attempt(2) / RESUMED, json.dumps({"step": 20}))
+    assert doomed(run, 1) == doomed(run, None) == []
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_not_ours(run: RunDir) -> None:
+    make_checkpoint(run, 10, 1, TENSORS)
+    (run.checkpoints / "step_00000005.a0001").touch()
+    assert removable(run, unfinished_before=2, keep=1) == []
 
 
 def test_what_a_roll_back_has_made_void_does_not_count_and_goes(run: RunDir) -> None:
@@ -125,3 +150,38 @@ def test_prune_by_hand_asks_and_follows_the_recipe(tmp_path: Path) -> None:
     assert left == ["00000030", "00000040", "00000050", "00000060"]
     assert prune("--yes") == "nothing to remove\n"
     assert prune("--keep", "1", "--yes").count("step_") == 2
+
+
+def test_one_that_is_read_since_the_question_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = MadeRun(tmp_path).run
+    for step in (10, 20, 30, 40, 50):
+        make_checkpoint(run, step, 1, TENSORS)
+    read = run.checkpoints / "step_00000010.a0001"
+
+    def answered(*_: object, **__: object) -> bool:
+        (read / "reading.c1.1.ab").touch()
+        return True
+
+    monkeypatch.setattr("click.confirm", answered)
+    done = CliRunner().invoke(command, ["prune", str(run.path)])
+    assert done.exit_code == 0, done.output
+    assert read.exists() and not (run.checkpoints / "step_00000020.a0001").exists()
+
+
+def test_what_was_freed_is_told_when_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MadeRun(tmp_path).run
+    folders = [make_checkpoint(run, step, 1, TENSORS) for step in (10, 20, 30)]
+    size = sum(path.stat().st_size for path in folders[0].iterdir())
+
+    def refused(folder: Path) -> None:
+        if folder == folders[1]:
+            raise PermissionError(13, "Permission denied", str(folder))
+        remove_checkpoint(folder)
+
+    monkeypatch.setattr("hpcrun.retention.remove_checkpoint", refused)
+    done = CliRunner().invoke(command, ["prune", str(run.path), "--keep", "1", "--yes"])
+    assert str(done.exception) == (
+        f"{folders[1]}: cannot be removed: Permission denied; {show_bytes(size)} freed"
+    )
