@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def assert_story(run: RunDir, node: str, every: int = 10) -> None:
     assert recovery.resumed_step is not None and recovery.resumed_step % every == 0
     assert recovery.steps_repeated is not None and recovery.steps_repeated >= 0
     assert recovery.seconds is not None and recovery.seconds > 0
+
+
+def no_copies_on(node: str, cluster: Cluster) -> bool:
+    return "hpcrun-" not in cluster.on_node(node, ["ls", "/dev/shm"]).stdout
 
 
 def newest_write(run: RunDir, attempt: int) -> float:
@@ -113,4 +118,4 @@ def test_with_a_spare_the_allocation_goes_on_and_the_healed_node_returns_as_a_sp
     assert [recovery.checkpoint for recovery in recoveries(run)] == ["memory"]
     assert_story(run, node, every=1)
     for name in members(run):
-        assert "hpcrun-" not in cluster.on_node(name, ["ls", "/dev/shm"]).stdout
+        wait_until(partial(no_copies_on, name, cluster), 30, f"the end of {name}'s agent", cluster, run)

@@ -90,7 +90,7 @@ def waiting_rank(parent: Parent, folder: Path) -> psutil.Process:
     """A rank of two that waits for the other at the rendezvous."""
     (folder / "run.yaml").write_text("recipe: {train: {device: cpu}}\n")
     environment = {"HPCRUN_RUN_DIR": str(folder), "HPCRUN_CLAIM": "c", "HPCRUN_ATTEMPT": "1"}
-    environment |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    environment |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     parent.spawn(1, folder / "log", environment)
     spawned = parent.hear()
@@ -112,7 +112,7 @@ def test_signals_before_the_trainer_listens_do_not_kill_a_rank(parent: Parent, t
         rank.send_signal(signum)
     assert rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
     os.killpg(rank.pid, signal.SIGKILL)
-    assert parent.hear()["signal"] == signal.SIGKILL
+    assert parent.hear()["signal"] == signal.SIGKILL, (tmp_path / "log").read_text()
 
 
 def test_a_rank_whose_parent_died_at_the_fork_does_not_start(tmp_path: Path) -> None:
